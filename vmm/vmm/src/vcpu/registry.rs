@@ -1,15 +1,15 @@
 //! Registry of the vCPUs of a VM: starts added vCPUs and parks removed ones.
 //!
-//! Each possible vCPU number has a *slot*. A slot is either taken by a vCPU whose thread runs, or
-//! contains the parked KVM vCPU, because KVM cannot delete a vCPU. An added vCPU receives new VMM
-//! state: its thread, its PMU in the reset state, and its RDPMC emulation. The KVM vCPU is restored
-//! to its initial state (see `kvm::initial_state`). Run-loop statistics and the request queue
-//! belong to the slot.
+//! Each possible vCPU number has a *slot*. The slot of a present vCPU is taken, and a thread runs
+//! the vCPU. The slot of an absent vCPU stores the parked KVM vCPU, because KVM cannot delete
+//! vCPUs. When a vCPU is added, the KVM vCPU returns to its initial state (see
+//! `kvm::initial_state`), and the VMM creates a thread, a PMU and RDPMC emulation for it. Run-loop
+//! statistics and the request queue belong to the slot and are kept.
 //!
-//! A vCPU is added in two steps: it is started and attached to the perf core, where it waits for
-//! INIT and SIPI; then it is announced to the guest. Events are therefore counted from its first
-//! instruction, and a failed start has no side effects. A vCPU is removed after the guest has
-//! ejected it: its thread ends, which folds its counts, and parks the KVM vCPU.
+//! A vCPU is added in two steps. First its thread is started and attached to the perf core, and
+//! waits for INIT and SIPI. Then the vCPU is announced to the guest. Events are therefore counted
+//! from its first instruction, and a failed start has no side effects. A vCPU is removed after the
+//! guest has ejected it. Its thread adds the counts to the totals, parks the KVM vCPU and ends.
 
 use std::convert::Infallible;
 use std::sync::mpsc::{RecvTimeoutError, Sender, channel, sync_channel};
@@ -31,9 +31,9 @@ use super::slot::VcpuSlot;
 use crate::devices::cpu_plug::{CpuHotplugDevice, CpuPlugState, VcpuSet};
 use crate::kvm::call::KvmIoctlError;
 
-/// Maximum time for a vCPU thread to open its events.
+/// Maximum time that a starting vCPU thread may take to open its events.
 const START_TIMEOUT: Duration = Duration::from_secs(10);
-/// Minimum interval between two notifications of the guest about the same change in the number of
+/// Minimum interval between two notifications to the guest about the same change of the number of
 /// vCPUs.
 const REMINDER_INTERVAL: Duration = Duration::from_secs(1);
 
@@ -63,7 +63,7 @@ pub enum VcpuRegistryError {
     /// The vCPU cannot be created.
     #[error("cannot add vCPU {0}")]
     Make(u8, #[source] VcpuError),
-    /// The vCPU could not attach to the perf core, for example because a VM-wide event finds no
+    /// The vCPU cannot be attached to the perf core, for example because a VM-wide event finds no
     /// free counter on it.
     #[error("cannot add vCPU {0}")]
     Start(u8, #[source] VcpuStartError),
@@ -72,11 +72,11 @@ pub enum VcpuRegistryError {
     Slow(u8),
 }
 
-/// Keeps the thread of an added vCPU outside the guest until this sender is dropped.
+/// Sender that keeps the thread of an added vCPU outside the guest until it is dropped.
 type VcpuHold = Sender<Infallible>;
 
-/// Added vCPUs that are attached to the perf core. They start to run when this value is dropped, so
-/// events opened before then count them from their first entry.
+/// vCPUs that were added and attached to the perf core, but do not run yet. They run when this
+/// value is dropped. Events that are opened before then count everything that the vCPUs execute.
 #[derive(Debug, Default)]
 pub struct AddedVcpus {
     vcpus: VcpuSet,
@@ -84,7 +84,7 @@ pub struct AddedVcpus {
 }
 
 impl AddedVcpus {
-    /// Returns the numbers of the vCPUs.
+    /// Returns the set of the added vCPUs.
     pub fn vcpus(&self) -> VcpuSet {
         self.vcpus
     }
@@ -94,19 +94,20 @@ impl AddedVcpus {
 #[derive(Debug)]
 pub struct VcpuRegistry {
     slots: Vec<Arc<VcpuSlot>>,
-    /// Factory of vCPUs, replaced at a reset.
+    /// Factory that creates vCPUs. A reset of the machine replaces it.
     makers: Arc<ArcSwap<VcpuFactory>>,
     kicker: Kicker,
     control: Arc<RunControl>,
-    /// vCPUs that were added by a reset and not yet reported by [`VcpuRegistry::take_restarted`].
+    /// vCPUs that a reset has added and that [`VcpuRegistry::take_restarted`] has not returned yet.
     restarted: Mutex<VcpuSet>,
-    /// CPU hot-plug registers; `None` if the number of vCPUs is fixed.
+    /// CPU hot-plug device; `None` if the number of vCPUs is fixed.
     plug: Option<Arc<CpuHotplugDevice>>,
     reminded: Mutex<Option<Instant>>,
 }
 
 impl VcpuRegistry {
-    /// Creates a free slot for each of `vcpus`, which must be in ascending order of their numbers.
+    /// Creates the registry. Each of `vcpus`, which must be in the order of their numbers, is
+    /// parked in a free slot.
     pub fn new(
         vcpus: Vec<KvmVcpu>,
         factory: VcpuFactory,
@@ -135,7 +136,7 @@ impl VcpuRegistry {
         u8::try_from(self.slots.len()).unwrap_or(u8::MAX)
     }
 
-    /// Returns the present vCPUs.
+    /// Returns the set of the present vCPUs.
     pub fn present(&self) -> VcpuSet {
         let taken = self.taken().map(|slot| VcpuSet::of(slot.id()));
         taken.fold(VcpuSet::default(), VcpuSet::with)
@@ -146,23 +147,23 @@ impl VcpuRegistry {
         self.slots.iter().filter(|slot| slot.is_taken())
     }
 
-    /// Returns the current factory of vCPUs.
+    /// Returns the current factory that creates vCPUs.
     pub fn factory(&self) -> Arc<VcpuFactory> {
         self.makers.load_full()
     }
 
-    /// Returns the handles with which all vCPUs are kicked.
+    /// Returns the handles with which vCPUs can be kicked.
     pub fn kicker(&self) -> &Kicker {
         &self.kicker
     }
 
-    /// Returns the CPU hot-plug registers, or `None` if the number of vCPUs is fixed.
+    /// Returns the CPU hot-plug device, or `None` if the number of vCPUs is fixed.
     pub fn plug(&self) -> Option<&Arc<CpuHotplugDevice>> {
         self.plug.as_ref()
     }
 
-    /// Returns the hot-plug state that the guest has reported, or `None` if the number of vCPUs is
-    /// fixed. Repeats the notification if the guest has not responded to a change for a while.
+    /// Returns the state of CPU hot-plug as the guest has reported it, or `None` if the number of
+    /// vCPUs is fixed. If the guest has not reacted to a change for a while, notifies it again.
     pub fn plug_state(&self) -> Option<CpuPlugState> {
         let plug = self.plug.as_ref()?;
         let mut reminded = self.reminded.lock().unwrap_or_else(PoisonError::into_inner);
@@ -174,9 +175,9 @@ impl VcpuRegistry {
         Some(plug.state())
     }
 
-    /// Starts the threads of the first `vcpus` and waits until they are attached to the perf core,
-    /// so that clients that connect later can count all of them. Calls `first_entry` directly
-    /// before the first guest instruction.
+    /// Starts the threads of the first `vcpus` vCPUs, and waits until they are attached to the perf
+    /// core. Clients that connect later can therefore count all of them. `first_entry` is called
+    /// directly before the first guest instruction.
     ///
     /// # Errors
     /// Returns [`VcpuRegistryError`] if a vCPU cannot be created. Threads that have been started
@@ -228,10 +229,10 @@ impl VcpuRegistry {
         Ok(())
     }
 
-    /// Starts to change the number of vCPUs to `count`. Missing vCPUs are created and returned; the
-    /// caller starts and announces them with [`VcpuRegistry::show`]. For surplus vCPUs, the guest
-    /// is asked to eject those with the highest numbers. Previous eject requests that the guest has
-    /// not honored are withdrawn.
+    /// Begins to change the number of vCPUs to `count`. If vCPUs are missing, creates and returns
+    /// them; the caller must pass them to [`VcpuRegistry::show`]. If there are too many, asks the
+    /// guest to eject those with the highest numbers. Withdraws earlier requests that the guest has
+    /// not fulfilled.
     ///
     /// # Errors
     /// Returns a [`VcpuRegistryError`] if the change is impossible. In this case, the number of
@@ -281,7 +282,7 @@ impl VcpuRegistry {
         Ok(added)
     }
 
-    /// Starts the added vCPUs and announces them to the guest.
+    /// Lets the added vCPUs run and announces them to the guest.
     pub fn show(&self, added: AddedVcpus) {
         let vcpus = added.vcpus;
         drop(added);
@@ -293,7 +294,7 @@ impl VcpuRegistry {
         }
     }
 
-    /// Withdraws eject requests that the guest has not honored.
+    /// Withdraws the requests to eject vCPUs that the guest has not fulfilled.
     pub fn withdraw_eject_requests(&self) {
         if let Some(plug) = &self.plug {
             plug.request_ejection(VcpuSet::default());
@@ -311,9 +312,9 @@ impl VcpuRegistry {
         self.request_stop(ejected);
     }
 
-    /// Advances a reset of the machine. Has no effect until all vCPUs are outside the guest; then
-    /// removes vCPUs beyond the first `vcpus`, adds missing ones, calls `machine` to reset the rest
-    /// of the machine, and restarts the vCPUs.
+    /// Performs the next step of a reset of the machine. Does nothing until all vCPUs are outside
+    /// the guest. Then makes the first `vcpus` vCPUs the present ones, calls `machine` to reset the
+    /// rest of the machine, and restarts the vCPUs.
     ///
     /// # Errors
     /// Returns an error if `machine` fails, and a [`VcpuRegistryError`] if a vCPU cannot be
@@ -348,7 +349,7 @@ impl VcpuRegistry {
         Ok(())
     }
 
-    /// Returns the vCPUs that a reset has added since the last call.
+    /// Returns the vCPUs that resets have added since the last call.
     pub fn take_restarted(&self) -> VcpuSet {
         std::mem::take(&mut *self.restarted.lock().unwrap_or_else(PoisonError::into_inner))
     }

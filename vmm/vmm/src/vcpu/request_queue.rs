@@ -1,4 +1,4 @@
-//! Requests to a vCPU thread, for PMU operations that only this thread may perform.
+//! Requests to a vCPU thread, for operations that only this thread may perform.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -10,38 +10,40 @@ use super::saved::SaveVcpuError;
 use crate::kvm::saved_vcpu::VcpuStateLayout;
 use crate::pmu::guest_view::VcpuPmuView;
 
-/// Pending requests to a vCPU thread.
+/// Requests that a vCPU thread has not handled yet.
 #[derive(Debug, Default)]
 pub struct VcpuRequests {
-    /// Generation number of the view of the guest's counters that is requested, if any.
+    /// Generation number with which the vCPU must store a view of the guest's counters, if
+    /// requested.
     pub view: Option<u64>,
-    /// New event filter to apply.
+    /// Event filter that the vCPU must apply to the guest's counters, if requested.
     pub filter: Option<Arc<EventFilter>>,
-    /// `true` to locate the guest's kernel with this vCPU's registers.
+    /// `true` to start a search for the guest's kernel, which begins at addresses in the registers
+    /// of this vCPU.
     pub find_kernel: bool,
-    /// `true` if the vCPU is to complete its last exit for a snapshot.
+    /// `true` to complete the last exit in KVM, for a snapshot.
     pub settle: bool,
-    /// Layout of the vCPU state to save, if a snapshot requests the state. The vCPU must be paused,
-    /// with its last exit completed.
+    /// Parts of the vCPU's state that must be saved for a snapshot, if requested. The vCPU must be
+    /// paused and must have completed its last exit.
     pub save: Option<Arc<VcpuStateLayout>>,
 }
 
 #[derive(Debug, Default)]
 struct Inner {
     mail: VcpuRequests,
-    /// Generation number of the last requested view of the guest's counters.
+    /// Generation number of the last request for a view of the guest's counters.
     asked: Option<u64>,
-    /// Generation number and contents of the last view of the guest's counters that the vCPU
-    /// stored.
+    /// View of the guest's counters that the vCPU has stored last, and its generation number.
     seen: Option<(u64, VcpuPmuView)>,
-    /// `true` if the vCPU has completed its last exit since the last request to do so.
+    /// `true` if the vCPU has completed its last exit for a snapshot, as last requested.
     settled: bool,
-    /// State of the vCPU that was saved in response to the last request, or the error.
+    /// Response to the last request for the state of the vCPU: the state or an error; `None` before
+    /// it.
     saved: Option<Result<SavedVcpu, SaveVcpuError>>,
 }
 
-/// Request queue of one vCPU. After posting a request, the sender must kick the vCPU, and wake its
-/// thread if it is blocked by a pause.
+/// Requests to one vCPU, and its responses. After adding a request, the sender must kick the vCPU,
+/// and must wake its thread if a pause blocks it.
 #[derive(Debug, Default)]
 pub struct VcpuRequestQueue {
     waiting: AtomicBool,
@@ -49,26 +51,26 @@ pub struct VcpuRequestQueue {
 }
 
 impl VcpuRequestQueue {
-    /// Returns `true` if a request is pending. Costs one relaxed load, for use in the run loop.
+    /// Returns `true` if there is a request. Costs one relaxed load, for use in the run loop.
     #[inline]
     pub fn has_requests(&self) -> bool {
         self.waiting.load(Ordering::Relaxed)
     }
 
-    /// Takes the pending requests. Called on the vCPU thread.
+    /// Removes and returns all requests. Called on the vCPU thread.
     pub fn take(&self) -> VcpuRequests {
         let mut inner = self.lock();
         self.waiting.store(false, Ordering::SeqCst);
         std::mem::take(&mut inner.mail)
     }
 
-    /// Stores the view of the guest's counters that was requested with this `generation` number.
-    /// Called on the vCPU thread.
+    /// Stores the view of the guest's counters with generation number `generation`. Called on the
+    /// vCPU thread.
     pub fn answer(&self, generation: u64, view: VcpuPmuView) {
         self.lock().seen = Some((generation, view));
     }
 
-    /// Requests a view of the guest's counters and gives the request the number `generation`.
+    /// Asks the vCPU for a view of the guest's counters with generation number `generation`.
     pub fn request_view(&self, generation: u64) {
         let mut inner = self.lock();
         inner.mail.view = Some(generation);
@@ -77,19 +79,19 @@ impl VcpuRequestQueue {
         self.waiting.store(true, Ordering::SeqCst);
     }
 
-    /// Requests a search for the guest's kernel.
+    /// Asks the vCPU to start a search for the guest's kernel.
     pub fn request_kernel_search(&self) {
         self.lock().mail.find_kernel = true;
         self.waiting.store(true, Ordering::SeqCst);
     }
 
-    /// Posts a new event filter.
+    /// Asks the vCPU to apply a new event filter.
     pub fn post_filter(&self, filter: Arc<EventFilter>) {
         self.lock().mail.filter = Some(filter);
         self.waiting.store(true, Ordering::SeqCst);
     }
 
-    /// Asks the vCPU to complete its last exit while it is paused.
+    /// Asks the vCPU to complete its last exit in KVM, for a snapshot. The vCPU must be paused.
     pub fn request_settling(&self) {
         let mut inner = self.lock();
         inner.mail.settle = true;
@@ -103,39 +105,39 @@ impl VcpuRequestQueue {
         self.lock().settled = true;
     }
 
-    /// Returns `true` if the vCPU has completed its last exit since the last request to do so.
+    /// Returns `true` if the vCPU has completed its last exit, as last requested.
     pub fn is_settled(&self) -> bool {
         self.lock().settled
     }
 
-    /// Requests the state of the vCPU, which must have completed its last exit.
+    /// Asks the vCPU for its state. The vCPU must have completed its last exit.
     pub fn request_save(&self, layout: Arc<VcpuStateLayout>) {
         self.lock().mail.save = Some(layout);
         self.waiting.store(true, Ordering::SeqCst);
     }
 
-    /// Stores the state of the vCPU. Called on the vCPU thread.
+    /// Stores the state of the vCPU, or the error. Called on the vCPU thread.
     pub(super) fn answer_saved(&self, saved: Result<SavedVcpu, SaveVcpuError>) {
         self.lock().saved = Some(saved);
     }
 
-    /// Returns `true` if the vCPU has answered the last request for its state.
+    /// Returns `true` if the vCPU has responded to the last request for its state.
     pub fn has_saved(&self) -> bool {
         self.lock().saved.is_some()
     }
 
-    /// Takes the answer to the last request for the state.
+    /// Removes and returns the response to the last request for the state of the vCPU.
     pub fn take_saved(&self) -> Option<Result<SavedVcpu, SaveVcpuError>> {
         self.lock().saved.take()
     }
 
-    /// Returns `true` if the view with number `generation` was requested from this vCPU. For a vCPU
-    /// that was added after the request, returns `false`.
+    /// Returns `true` if this vCPU was asked for the view with generation number `generation`. A
+    /// vCPU that was added later was not.
     pub fn is_view_requested(&self, generation: u64) -> bool {
         self.lock().asked.is_some_and(|asked| asked >= generation)
     }
 
-    /// Returns the stored view of the guest's counters if its number is `generation` or higher.
+    /// Returns the stored view of the guest's counters, or `None` if it is older than `generation`.
     pub fn view(&self, generation: u64) -> Option<VcpuPmuView> {
         let inner = self.lock();
         let (seen, view) = inner.seen.as_ref()?;

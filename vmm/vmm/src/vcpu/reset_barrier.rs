@@ -1,19 +1,10 @@
-//! Synchronization of the vCPU threads when the guest resets the machine.
-//!
-//! 1. A vCPU whose guest requests a reset sets the state to [`RunState::Resetting`]. Each thread
-//!    exits the guest, closes the guest's counters and reaches the barrier (`wait_for_restart`).
-//!    The thread stays attached to the perf core, so events of operators continue.
-//! 2. When all vCPUs have arrived, the main loop resets memory and devices and releases the barrier
-//!    ([`RunControl::release_reset_barrier`]).
-//! 3. Each thread restores the initial state of its KVM vCPU and waits for the others. No vCPU
-//!    enters the guest before all are restored, because the boot processor may start the others
-//!    with its first instructions.
+//! Brings the vCPU threads to a common point while the machine is reset.
 
 use super::control::{RunControl, RunState};
 use crate::devices::cpu_plug::VcpuSet;
 
 impl RunControl {
-    /// Waits outside the guest until the machine is reset. Returns [`ResetWait::RequestPending`] if
+    /// Blocks a vCPU thread outside the guest until the machine is reset. Returns early if
     /// `has_requests` returns `true`.
     pub(super) fn wait_for_restart(&self, vcpu: u8, has_requests: impl Fn() -> bool) -> ResetWait {
         let me = VcpuSet::of(vcpu);
@@ -55,12 +46,12 @@ impl RunControl {
         }
     }
 
-    /// Returns the vCPUs that wait outside the guest for a reset.
+    /// Returns the vCPUs that have left the guest and wait for a reset.
     pub fn arrived(&self) -> VcpuSet {
         self.lock().reset_barrier.arrived
     }
 
-    /// Returns `true` while the vCPUs are being restored after a reset.
+    /// Returns `true` from the release of the barrier until all vCPUs are restored.
     pub fn is_restoring(&self) -> bool {
         self.lock().reset_barrier.ready
     }
@@ -96,12 +87,12 @@ impl RunControl {
     }
 }
 
-/// Result of a vCPU's wait for the reset of the machine.
+/// Reason why [`RunControl::wait_for_restart`] has returned.
 #[derive(Debug)]
 pub(super) enum ResetWait {
     /// The machine was reset, so the vCPU must be rebuilt.
     Restart,
-    /// A request is pending, or the vCPU was asked to stop.
+    /// The vCPU has a request to handle, or was asked to stop.
     RequestPending,
     /// The reset was cancelled because the VM ended.
     Over,

@@ -44,8 +44,8 @@ pub(super) enum LoopAction {
     Stop(VmStopReason),
 }
 
-/// Rule for counting the instruction that caused an exit, which completes at the next entry without
-/// retiring in guest mode.
+/// How the instruction that caused the last exit is counted. The instruction completes at the next
+/// entry, but the processor does not retire it in guest mode.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) enum ExitCompletion {
     #[default]
@@ -54,7 +54,7 @@ pub(super) enum ExitCompletion {
     AtAnyCpl,
 }
 
-/// Action of the run loop after an exit.
+/// What the run loop must do after an exit.
 pub(super) enum ExitAction {
     /// Reenter the guest.
     Continue,
@@ -72,18 +72,18 @@ pub(super) enum ExitAction {
     Fail(VcpuFailure),
 }
 
-/// Receiver of the result of attaching a vCPU to the perf core.
+/// How a starting vCPU reports that it is attached to the perf core, or that this has failed.
 #[derive(Debug)]
 pub enum VcpuStartReporter {
-    /// The vCPU starts with the VM, and the VM ends if the vCPU fails. Nothing is sent; dropping
-    /// the sender signals completion.
+    /// The vCPU starts together with the VM, which ends if the vCPU fails. Nothing is sent; the
+    /// sender is dropped when the vCPU is attached.
     WithVm(Sender<Infallible>),
     /// The vCPU is added to a running VM, which continues if the vCPU fails.
     Later {
-        /// Sender of the result of attaching to the perf core.
+        /// Sender of the success or the error.
         attached: SyncSender<Result<(), VcpuStartError>>,
-        /// Channel that blocks the vCPU until clients have opened their events on it. Nothing is
-        /// received; the vCPU runs when the sender is dropped.
+        /// Channel that keeps the vCPU outside the guest until clients have opened their events on
+        /// it. Nothing is received; the vCPU runs when the sender is dropped.
         released: Receiver<Infallible>,
     },
 }
@@ -105,8 +105,8 @@ impl VcpuStartReporter {
 /// A configured vCPU that has not run yet.
 pub struct Vcpu {
     pub(super) fd: VcpuFd,
-    /// Properties of the KVM vCPU other than its file descriptor. When the thread ends, both are
-    /// stored in the slot.
+    /// Properties of the KVM vCPU other than its file descriptor. When the thread ends, the slot
+    /// receives them together with the file descriptor.
     pub(super) kept: KvmVcpuParts,
     pub(super) vm: Arc<VmFd>,
     pub(super) bus: Arc<DeviceBus>,
@@ -129,8 +129,8 @@ pub struct Vcpu {
 }
 
 impl Vcpu {
-    /// Creates a vCPU that is ready to enter the guest. Without `pmu`, no events are counted on the
-    /// vCPU.
+    /// Creates a vCPU that is ready to enter the guest. If `pmu` is `None`, no events are counted
+    /// on the vCPU.
     pub fn new(
         kvm: KvmVcpu,
         lvtpc: Lvtpc,
@@ -168,7 +168,7 @@ impl Vcpu {
         self.pin = cpu;
     }
 
-    /// Calls `f` directly before the first entry into the guest.
+    /// Sets a function that the vCPU calls directly before it first enters the guest.
     pub fn on_first_entry(&mut self, f: Box<dyn FnOnce() + Send>) {
         self.on_first_entry = Some(f);
     }
@@ -178,17 +178,18 @@ impl Vcpu {
         self.stepper = Some(stepper);
     }
 
-    /// Enables branch stacks of samples.
+    /// Enables bursts of single-stepping, which collect branch stacks and branch records.
     pub fn set_bursts(&mut self, config: StepperConfig, memory: GuestMemoryMmap) {
         self.bursts = Bursts::new(config, memory);
     }
 
-    /// Forwards to KVM the bits of a trapped IA32_DEBUGCTL that do not belong to the PMU.
+    /// Enables handling of a trapped IA32_DEBUGCTL.
     pub fn set_debug_control(&mut self, debug_control: DebugControl) {
         self.debug_control = Some(debug_control);
     }
 
-    /// Emulates RDPMC at these linear addresses with hardware breakpoints.
+    /// Sets the linear addresses of the RDPMC instructions that are emulated with hardware
+    /// breakpoints.
     pub fn set_rdpmc_breakpoints(&mut self, addresses: &[u64]) {
         self.debug.set_sites(addresses);
     }
@@ -203,7 +204,7 @@ impl Vcpu {
     }
 }
 
-/// A vCPU on the thread that runs it.
+/// A vCPU on the thread that runs it, with the state of its run loop.
 pub(super) struct Running {
     pub(super) id: u8,
     pub(super) fd: ArmedVcpu,
@@ -212,44 +213,45 @@ pub(super) struct Running {
     pub(super) bus: Arc<DeviceBus>,
     pub(super) pmu: Option<VcpuPmu>,
     pub(super) lvtpc: Lvtpc,
-    /// Back-off for rechecking LVTPC while a PMI is masked.
+    /// Schedule of checks whether the guest has unmasked LVTPC, while a PMI waits for it.
     pub(super) recheck: LvtpcBackoff,
-    /// `true` if a PMI was pending at the last entry, masked or delayed by a limit.
+    /// `true` if a PMI was due at the last entry but was not delivered.
     pub(super) pmi_waits: bool,
     /// Slot of the vCPU, with its requests and statistics.
     pub(super) slot: Arc<VcpuSlot>,
     pub(super) control: Arc<RunControl>,
     pub(super) debug: GuestDebug,
-    /// IA32_DEBUGCTL without the PMU's bits, if trapped.
+    /// IA32_DEBUGCTL without the bits of the PMU; `None` if the register is not trapped.
     pub(super) debug_control: Option<DebugControl>,
     /// RDPMC emulation; `None` if RDPMC is not emulated.
     pub(super) rdpmc: Option<RdpmcEmulator>,
-    /// Single-stepping for the exact backing and for branch stacks.
+    /// Stepper that single-steps the vCPU for the exact backing or for a burst; `None` if the vCPU
+    /// is not stepped.
     pub(super) stepper: Option<Stepper>,
-    /// State of the bursts that collect branch stacks and branch records.
+    /// State of the single-stepping bursts that collect branch stacks and branch records.
     pub(super) bursts: Bursts,
     pub(super) last_read: LastRdpmc,
     pub(super) sent_nmi: PendingNmi,
     pub(super) registers: RegisterCache,
-    /// Rule for counting the instruction that caused the last exit.
+    /// How the instruction that caused the last exit is counted.
     pub(super) completed: ExitCompletion,
     /// Progress of saving this vCPU to a snapshot.
     pub(super) save_phase: SavePhase,
     /// `true` if the vCPU was restored from a snapshot and has not run since.
     pub(super) is_restored: bool,
-    /// `true` if KVM has not completed the last exit.
+    /// `true` if KVM has not completed the last exit yet.
     pub(super) exit_is_open: bool,
-    /// Version of the debugger's breakpoints in `debug`.
+    /// Version of the debugger's hardware breakpoints that `debug` has.
     pub(super) debugger_version: u64,
     pub(super) overflow_signals: kick::OverflowSignals,
-    /// Timer of exits, if they are watched.
+    /// Timer for the exit in progress, if exits are watched.
     pub(super) exit_clock: ExitClock,
-    /// Callback that runs once, directly before the first KVM_RUN.
+    /// Function to call directly before the first KVM_RUN.
     pub(super) on_first_entry: Option<Box<dyn FnOnce() + Send>>,
 }
 
 impl Running {
-    /// Takes over a vCPU on the current thread.
+    /// Takes over `vcpu` on the current thread, which will run it.
     pub(super) fn new(vcpu: Vcpu) -> Self {
         let mut fd = ArmedVcpu::new(vcpu.fd);
         // The stepper reads and writes registers between two entries. Synchronized registers would

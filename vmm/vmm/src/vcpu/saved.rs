@@ -24,10 +24,10 @@ use super::step::state::VcpuState;
 use crate::kvm::call::KvmIoctlError;
 use crate::kvm::saved_vcpu::VcpuStateLayout;
 
-/// Progress of saving a vCPU to a snapshot.
+/// How far a vCPU is with its part of a snapshot.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) enum SavePhase {
-    /// No snapshot is being taken, or the vCPU has not noticed it.
+    /// No snapshot is being taken, or this vCPU has not handled a request for it.
     #[default]
     None,
     /// The last exit must be completed.
@@ -39,7 +39,7 @@ pub(super) enum SavePhase {
 /// Error when saving a vCPU.
 #[derive(Debug, thiserror::Error)]
 pub enum SaveVcpuError {
-    /// The VM has since been resumed.
+    /// The VM is no longer paused.
     #[error("vCPU {0} is not paused")]
     NotPaused(u8),
     /// KVM cannot read a part of the state.
@@ -48,9 +48,9 @@ pub enum SaveVcpuError {
 }
 
 impl Running {
-    /// Completes the last exit for a snapshot. If the exit also ends a single step, the step is
-    /// counted after the register write of its instruction takes effect, as it is without a
-    /// snapshot.
+    /// Completes the last exit in KVM for a snapshot. If the exit also ends a single step, the
+    /// register write of the instruction takes effect before the step is counted, as it does
+    /// without a snapshot.
     pub(super) fn complete_exit_for_snapshot(&mut self) -> Result<LoopAction, VcpuFailure> {
         if self.stepper.is_some() {
             self.settle_step()?;
@@ -61,8 +61,8 @@ impl Running {
         self.complete_open_exit()
     }
 
-    /// Counts the single step that the last exit has completed. If the vCPU executes a
-    /// straight-line run, the run ends at the vCPU's current position.
+    /// Counts the single step that the last exit has completed. Ends a straight-line run in
+    /// progress at the current position of the vCPU.
     pub(super) fn settle_step(&mut self) -> Result<(), VcpuFailure> {
         if let (Some(stepper), Some(pmu)) = (&mut self.stepper, &mut self.pmu)
             && let Some(step) = stepper.settle(&self.fd)?
@@ -72,7 +72,7 @@ impl Running {
         Ok(())
     }
 
-    /// Counts the instruction of the completed exit, and reports that the vCPU can be saved.
+    /// Counts the instruction of the completed exit, and reports that the vCPU has settled.
     pub(super) fn finish_settling(&mut self) -> Result<(), VcpuFailure> {
         self.settle_step()?;
         if let Some(pmu) = &mut self.pmu {
@@ -100,9 +100,8 @@ impl Running {
         }
     }
 
-    /// Makes KVM fill in the `kvm_run` page of a restored vCPU, without executing guest code. This
-    /// is needed because a due PMI is delivered before the first entry only if the state of the
-    /// local APIC is known.
+    /// Makes KVM fill the `kvm_run` page of a restored vCPU, without executing guest code. The page
+    /// contains the state of the local APIC that is needed to deliver a PMI before the first entry.
     pub(super) fn read_run_page(&mut self) {
         if let Err(e) = self.fd.complete_exit() {
             // The error is only logged, because the first entry to the guest fails too and reports
@@ -111,7 +110,7 @@ impl Running {
         }
     }
 
-    /// Answers a request for the state of this vCPU.
+    /// Responds to the request for the state of this vCPU, if there is one.
     pub(super) fn answer_save(&mut self, layout: &Arc<VcpuStateLayout>) {
         let saved = self.save(layout);
         self.slot.request_queue().answer_saved(saved);

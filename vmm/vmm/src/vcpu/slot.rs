@@ -12,21 +12,21 @@ use crate::kvm::call::KvmIoctlError;
 /// Maximum number of triple faults that are logged per vCPU.
 const MAX_LOGGED_TRIPLE_FAULTS: u64 = 16;
 
-/// State that a vCPU shares with other threads. Persists when the vCPU is removed.
+/// State of one vCPU that other threads can access. Kept when the vCPU is removed.
 #[derive(Debug)]
 pub struct VcpuSlot {
     id: u8,
-    /// `true` if a vCPU thread runs or is about to run.
+    /// `true` if a thread runs the vCPU or is about to.
     taken: AtomicBool,
-    /// `true` if the thread is asked to stop.
+    /// `true` if the vCPU thread was asked to stop.
     leave: AtomicBool,
     request_queue: VcpuRequestQueue,
     stats: VcpuStats,
     exits: Arc<VcpuExitStatistics>,
     parked: Mutex<Option<KvmVcpu>>,
-    /// Kernel thread ID of the vCPU thread.
+    /// Kernel thread ID of the current or last vCPU thread; 0 before the first.
     thread: AtomicU32,
-    /// Number of triple faults.
+    /// Number of triple faults of the vCPU.
     shutdowns: AtomicU64,
 }
 
@@ -61,12 +61,12 @@ impl VcpuSlot {
         &self.stats
     }
 
-    /// Returns the exit statistics, which are updated while watched.
+    /// Returns the exit statistics of this vCPU, which are updated only while they are watched.
     pub fn exits(&self) -> &Arc<VcpuExitStatistics> {
         &self.exits
     }
 
-    /// Returns `true` if the vCPU thread is asked to stop. Costs one relaxed load.
+    /// Returns `true` if the vCPU thread was asked to stop. Costs one relaxed load.
     #[inline]
     pub fn is_stop_requested(&self) -> bool {
         self.leave.load(Ordering::Relaxed)
@@ -82,8 +82,8 @@ impl VcpuSlot {
         self.thread.load(Ordering::Relaxed)
     }
 
-    /// Counts a triple fault and returns `true` if it should be logged. The limit exists because a
-    /// guest may reset the machine by triple faults indefinitely.
+    /// Counts a triple fault of the vCPU, and returns `true` if it should be logged. Only the first
+    /// few are, because a guest may reset the machine by triple faults again and again.
     pub(super) fn should_log_triple_fault(&self) -> bool {
         self.shutdowns.fetch_add(1, Ordering::Relaxed) < MAX_LOGGED_TRIPLE_FAULTS
     }
@@ -100,18 +100,18 @@ impl VcpuSlot {
         self.taken.store(true, Ordering::Release);
     }
 
-    /// Returns `true` if a vCPU thread runs or is about to run.
+    /// Returns `true` if a thread runs the vCPU or is about to.
     pub(super) fn is_taken(&self) -> bool {
         self.taken.load(Ordering::Acquire)
     }
 
-    /// Asks the thread to stop.
+    /// Asks the vCPU thread to stop.
     pub(super) fn request_stop(&self) {
         self.leave.store(true, Ordering::SeqCst);
     }
 
-    /// Takes the stored KVM vCPU out of this slot, so that it can be started. Discards requests
-    /// that were sent to the vCPU that was removed.
+    /// Removes and returns the parked KVM vCPU, so that a thread can run it. Discards all requests
+    /// to the vCPU, because they were sent before it was removed.
     pub(super) fn unpark(&self) -> Option<KvmVcpu> {
         let parked = self.lock().take()?;
         let _ = self.request_queue.take();
@@ -119,12 +119,12 @@ impl VcpuSlot {
         Some(parked)
     }
 
-    /// Stores a KVM vCPU in this slot again, because it could not be started.
+    /// Parks a KVM vCPU in this slot again, because it could not be started.
     pub(super) fn park_again(&self, vcpu: KvmVcpu) {
         *self.lock() = Some(vcpu);
     }
 
-    /// Restores the initial state of the KVM vCPU that is stored in this slot.
+    /// Restores the initial state of the KVM vCPU that is parked in this slot.
     pub(super) fn restore_parked(&self) -> Result<(), KvmIoctlError> {
         self.lock().as_ref().map_or(Ok(()), KvmVcpu::restore)
     }

@@ -18,8 +18,8 @@ macro_rules! counters {
                 vec![$(($label, self.$field.get()),)+]
             }
 
-            /// Rebases the values when a vCPU thread starts, so that they accumulate over all
-            /// threads of the vCPU.
+            /// Keeps the current values when a new vCPU thread starts, so that the statistics cover
+            /// all threads of the vCPU.
             pub fn rebase(&self) {
                 $(self.$field.before.store(self.$field.get(), Ordering::Relaxed);)+
             }
@@ -28,93 +28,97 @@ macro_rules! counters {
 }
 
 counters! {
-    /// Returns of KVM_RUN to user space.
+    /// Number of returns from KVM_RUN to user space.
     exits: "exits to user space",
-    /// RDMSR of a PMU register.
+    /// Number of RDMSR instructions for a PMU register.
     rdmsr: "PMU register reads (RDMSR)",
-    /// WRMSR of a PMU register.
+    /// Number of WRMSR instructions for a PMU register.
     wrmsr: "PMU register writes (WRMSR)",
-    /// RDPMC instructions emulated at the trap port.
+    /// Number of RDPMC instructions that were emulated at the trap port.
     rdpmc: "counter reads (RDPMC trap)",
-    /// Stops at the guest's #GP handler, where RDPMC that was not replaced is emulated.
+    /// Number of stops at the guest's #GP handler, where RDPMC instructions that were not replaced
+    /// are emulated.
     gp_intercepted: "#GP looked at for RDPMC",
-    /// PMU accesses that raised #GP.
+    /// Number of accesses to the PMU that raised #GP.
     gp_injected: "PMU accesses answered with #GP",
-    /// Overflows of guest counters, regardless of how they were detected. Updated at signals and
-    /// due PMIs.
+    /// Number of overflows of guest counters, however they were detected. Updated when a signal
+    /// arrives or a PMI is due.
     overflows: "counter overflows",
-    /// PMIs delivered as NMI.
+    /// Number of PMIs that were delivered as an NMI.
     pmi_nmi: "PMIs delivered as NMI",
-    /// PMIs delivered as a fixed vector.
+    /// Number of PMIs that were delivered as an interrupt with the vector in LVTPC.
     pmi_fixed: "PMIs delivered as a vector",
-    /// PMIs delayed by the rate limit.
+    /// Number of PMIs that the rate limit has delayed.
     pmi_throttled: "PMIs held back by the rate limit",
-    /// PMIs delayed because PMI handlers had taken their share of the vCPU's time.
+    /// Number of PMIs that were delayed because the guest's PMI handlers had used their share of
+    /// the vCPU's time.
     pmi_held: "PMIs held back for the guest's progress",
-    /// Total time by which PMIs were delayed before they were delivered, in nanoseconds.
+    /// Total delay of the PMIs that were delayed and then delivered, in nanoseconds.
     pmi_held_ns: "their delay in ns",
-    /// PMIs withdrawn because the guest cleared the overflow status while they were pending.
-    /// Updated at the next PMI.
+    /// Number of PMIs that were withdrawn before delivery, because the guest cleared the overflow
+    /// status. Updated at the next PMI.
     pmi_withdrawn: "PMIs withdrawn while they waited",
-    /// PMIs discarded because of an unusable LVTPC delivery mode.
+    /// Number of PMIs that were discarded because of an unusable delivery mode in LVTPC.
     pmi_dropped: "PMIs with no usable LVTPC mode",
-    /// VM entries with a due PMI that could not be delivered because LVTPC was masked.
+    /// Number of entries into the guest at which a due PMI waited because LVTPC was masked.
     pmi_masked_waits: "entries with a PMI waiting for LVTPC",
-    /// Overflow signals that interrupted the guest.
+    /// Number of overflow signals that interrupted the guest.
     overflow_signals: "overflow signals",
-    /// Kicks and other signals.
+    /// Number of kicks and other signals that interrupted the guest.
     interrupted: "other interruptions (kicks)",
-    /// Port reads.
+    /// Number of reads from I/O ports.
     io_in: "port reads",
-    /// Port writes, excluding RDPMC traps.
+    /// Number of writes to I/O ports, except for RDPMC traps.
     io_out: "port writes",
-    /// MMIO accesses.
+    /// Number of MMIO accesses.
     mmio: "MMIO accesses",
-    /// Debug exits at breakpoints and after single steps.
+    /// Number of debug exits, at breakpoints and after single steps.
     debug: "debug stops",
-    /// Instructions that were single-stepped for the exact backing.
+    /// Number of instructions that were single-stepped for the exact backing.
     steps: "single steps",
-    /// Straight-line runs of instructions executed with one stop each, for the exact backing.
+    /// Number of straight-line runs for the exact backing. Each takes a single stop for several
+    /// instructions.
     runs: "straight runs",
-    /// Instructions retired in straight-line runs.
+    /// Number of instructions that were retired in straight-line runs.
     instructions_in_runs: "instructions in straight runs",
-    /// Single steps and straight-line runs with unknown outcome, for which nothing was counted.
+    /// Number of single steps and straight-line runs whose outcome was unknown, so nothing was
+    /// counted.
     steps_lost: "single steps that lost track",
-    /// Sections of user code that could not be stepped.
+    /// Number of times that user code ran without being stepped although a counter counts it.
     unstepped: "stretches of user code not stepped",
-    /// PMIs before which the guest's branch records were collected.
+    /// Number of PMIs before which the guest's branch records were collected.
     branch_pmis: "PMIs with branch records",
-    /// Single steps and straight-line runs that collected branch records.
+    /// Number of single steps and straight-line runs that collected branch records.
     branch_steps: "steps for branch records",
-    /// Time of the steps that collected branch records, in nanoseconds.
+    /// Total time of the steps that collected branch records, in nanoseconds.
     branch_ns: "their time in ns",
-    /// HLT exits to user space (none with the in-kernel local APIC).
+    /// Number of exits to user space for HLT. Always 0 with the in-kernel local APIC.
     hlt: "halts that reached user space",
 }
 
-/// A statistic with a single writer.
+/// A counter that one thread writes and any thread can read.
 #[derive(Debug, Default)]
 pub struct SingleWriterStatistic {
     count: AtomicU64,
-    /// Value of the statistic when the vCPU thread started.
+    /// Value of the counter when the current vCPU thread started.
     before: AtomicU64,
 }
 
 impl SingleWriterStatistic {
-    /// Adds one. Only the vCPU thread may call this, because the addition is a plain load and store
-    /// instead of a locked instruction.
+    /// Adds one. Only the vCPU thread may call this, because the counter is updated without a
+    /// locked instruction.
     pub fn inc(&self) {
         self.add(1);
     }
 
-    /// Adds `n`; see [`SingleWriterStatistic::inc`] for the restriction.
+    /// Adds `n`. Only the vCPU thread may call this; see [`SingleWriterStatistic::inc`].
     pub fn add(&self, n: u64) {
         let sum = self.count.load(Ordering::Relaxed).wrapping_add(n);
         self.count.store(sum, Ordering::Relaxed);
     }
 
-    /// Sets the increase since the vCPU thread started to `n`; see [`SingleWriterStatistic::inc`]
-    /// for the restriction.
+    /// Sets the amount that the current vCPU thread has added to `n`. Only the vCPU thread may call
+    /// this; see [`SingleWriterStatistic::inc`].
     pub fn set(&self, n: u64) {
         let before = self.before.load(Ordering::Relaxed);
         self.count.store(before.wrapping_add(n), Ordering::Relaxed);
@@ -126,8 +130,8 @@ impl SingleWriterStatistic {
     }
 }
 
-/// Formats the statistics of all vCPUs as a table with one column per vCPU and a total. Omits rows
-/// that are zero everywhere.
+/// Formats the statistics of all vCPUs as a table with a column for each vCPU and one for the
+/// total. Omits rows in which all values are zero.
 pub fn table(vcpus: &[&VcpuStats]) -> String {
     let columns: Vec<_> = vcpus.iter().map(|s| s.all()).collect();
     let Some(first) = columns.first() else {

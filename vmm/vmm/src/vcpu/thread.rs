@@ -15,10 +15,10 @@ use super::running::{Running, Vcpu, VcpuStartReporter};
 use super::{LoopExit, affinity};
 
 impl Vcpu {
-    /// Starts the thread of this vCPU, named `vcpuN`. When the thread ends, it stores the KVM vCPU
-    /// in the vCPU's slot. After a reset of the machine, the thread rebuilds the vCPU with the
-    /// current factory in `makers`. The result of attaching to the perf core is reported through
-    /// `begins`.
+    /// Starts the thread of this vCPU, which is named `vcpuN`. The thread runs the vCPU, and
+    /// constructs it anew with the factory in `makers` after each reset of the machine. At its end,
+    /// it parks the KVM vCPU in the slot of the vCPU. `begins` receives the result of attaching to
+    /// the perf core.
     ///
     /// # Errors
     /// Returns [`VcpuError::Spawn`] if the thread cannot be spawned. In this case, the KVM vCPU is
@@ -83,8 +83,8 @@ impl Vcpu {
     }
 }
 
-/// Runs a vCPU, rebuilding it after each reset of the machine. Returns the vCPU unless it failed to
-/// restart.
+/// Runs a vCPU and constructs it anew after each reset of the machine. Returns the vCPU, or `None`
+/// if it could not be restarted.
 fn run(
     mut vcpu: Running,
     makers: &ArcSwap<VcpuFactory>,
@@ -109,7 +109,7 @@ fn run(
     }
 }
 
-/// Takes the vCPU that is handed over to its thread.
+/// Removes and returns the vCPU that the starting thread has left for the new thread.
 fn take(from: &Mutex<Option<Vcpu>>) -> Option<Vcpu> {
     from.lock().unwrap_or_else(PoisonError::into_inner).take()
 }

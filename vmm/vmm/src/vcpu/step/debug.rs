@@ -1,4 +1,5 @@
-//! Guest-debug state of a vCPU. KVM has a single state for all purposes, so one type owns it.
+//! The KVM_SET_GUEST_DEBUG state of a vCPU. KVM keeps one state per vCPU for all purposes, so one
+//! type owns it.
 
 use kvm_bindings::{
     KVM_GUESTDBG_BLOCKIRQ, KVM_GUESTDBG_ENABLE, KVM_GUESTDBG_SINGLESTEP, KVM_GUESTDBG_USE_HW_BP,
@@ -10,9 +11,10 @@ use crate::kvm::call::KvmIoctlError;
 use crate::kvm::stepping::BREAKPOINTS;
 use crate::kvm::vcpu_fd::VcpuFd;
 
-/// DR6.B0 to B3 (SDM vol. 3 §19.2.3), overwritten by each #DB.
+/// DR6.B0 to B3: breakpoints that were hit (SDM vol. 3 §19.2.3). Each #DB overwrites these bits.
 const DR6_BREAKPOINTS: u64 = 0xf;
-/// DR6.BD (bit 13), BS (14) and BT (15), set by #DB and cleared by software.
+/// DR6.BD (bit 13), BS (14) and BT (15): other causes of a #DB. A #DB sets these bits, and only
+/// software clears them.
 const DR6_CAUSES: u64 = 0b111 << 13;
 /// DR6 bits that always read 1.
 const DR6_ONES: u64 = 0xffff_0ff0;
@@ -21,13 +23,13 @@ const DR7_GENERAL_DETECT: u64 = 1 << 13;
 const DB: u8 = 1;
 const BP: u8 = 3;
 
-/// Returns DR6 after a #DB with these `causes`.
+/// Returns the value of DR6 after a #DB, given its value `dr6` before and the causes of the #DB.
 fn dr6_after(dr6: u64, causes: u64) -> u64 {
     dr6 & !DR6_BREAKPOINTS | DR6_ONES | causes & (DR6_BREAKPOINTS | DR6_CAUSES)
 }
 
-/// Injects an exception of the guest that caused a debug exit: #BP, or #DB with the causes in DR6.
-/// While user space intercepts debug exceptions, KVM does not update the guest's DR6.
+/// Injects the exception of a debug exit that belongs to the guest: #BP, or #DB with its causes in
+/// DR6. KVM does not update the guest's DR6 if the exception causes an exit.
 ///
 /// # Errors
 /// Returns an error if a KVM call fails. A guest cannot cause such a failure.
@@ -47,8 +49,8 @@ pub fn inject_guest_exception(fd: &VcpuFd, stop: &kvm_debug_exit_arch) -> Result
     fd.set_vcpu_events(&events)
 }
 
-/// Returns the R/W and LEN fields of a breakpoint in DR7, shifted right by 16 bits (SDM vol. 3
-/// §19.2.4).
+/// Returns the R/W and LEN fields of DR7 for a breakpoint (SDM vol. 3 §19.2.4), shifted right by 16
+/// bits.
 fn condition(point: &HardwareBreakpoint) -> u64 {
     let length = match point.length {
         2 => 1,
@@ -59,45 +61,47 @@ fn condition(point: &HardwareBreakpoint) -> u64 {
     point.access as u64 | length << 2
 }
 
-/// Debug state for the next entry.
+/// What a vCPU needs from KVM_SET_GUEST_DEBUG for the next entry.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct DebugRequest {
     /// `true` to stop after one instruction.
     pub step: bool,
-    /// `true` if KVM steps the code at the current RIP without using the trap flag.
+    /// `true` if KVM steps the code at the current RIP without the trap flag.
     pub without_flag: bool,
     /// `true` to block interrupts during the step.
     pub block_interrupts: bool,
-    /// `true` to exit on any debug exception.
+    /// `true` to exit at debug exceptions even if no step or breakpoint is requested.
     pub watch: bool,
-    /// Addresses of instruction breakpoints that apply to this entry only.
+    /// Linear addresses of breakpoints for this entry only.
     pub at: [Option<u64>; BREAKPOINTS],
 }
 
-/// Owner of the KVM_SET_GUEST_DEBUG state of one vCPU.
+/// Owner of the KVM_SET_GUEST_DEBUG state of one vCPU, which combines permanent breakpoints, a
+/// debugger's breakpoints, and single steps.
 #[derive(Debug, Default)]
 pub struct GuestDebug {
-    /// Addresses of permanent breakpoints.
+    /// Linear addresses of the permanent breakpoints.
     sites: Vec<u64>,
-    /// `true` if [`GuestDebug::replace_last_site`] has set the last permanent breakpoint.
+    /// `true` if the last of `sites` was set by [`GuestDebug::replace_last_site`].
     has_last: bool,
-    /// Breakpoints of a debugger, if attached.
+    /// Hardware breakpoints of the debugger; `None` if no debugger is attached.
     points: Option<Vec<HardwareBreakpoint>>,
     set: DebugRequest,
-    /// `true` if KVM has the current `sites` and `points`.
+    /// `true` if `sites` and `points` have not changed since they were passed to KVM.
     told: bool,
 }
 
 impl GuestDebug {
-    /// Sets permanent breakpoints from the next entry on. Ignores sites beyond [`BREAKPOINTS`].
+    /// Sets the permanent breakpoints, which take effect at the next entry. Ignores addresses
+    /// beyond the first [`BREAKPOINTS`].
     pub fn set_sites(&mut self, sites: &[u64]) {
         self.sites = sites.iter().copied().take(BREAKPOINTS).collect();
         self.has_last = false;
         self.told = false;
     }
 
-    /// Sets an additional permanent breakpoint, replacing the one that a previous call set. Has no
-    /// effect if no breakpoint register is free.
+    /// Sets one permanent breakpoint in addition to those of [`GuestDebug::set_sites`]. Replaces
+    /// the one that an earlier call has set. Has no effect if no breakpoint register is free.
     pub fn replace_last_site(&mut self, site: u64) {
         if self.has_last {
             self.sites.pop();
@@ -109,14 +113,15 @@ impl GuestDebug {
         }
     }
 
-    /// Sets the debugger's breakpoints, after the permanent ones. INT3 causes an exit while a
-    /// debugger is attached. Ignores breakpoints for which no register is free.
+    /// Sets the debugger's breakpoints, in the registers after those of the permanent breakpoints.
+    /// Breakpoints for which no register is left are ignored. While a debugger is attached, INT3
+    /// causes an exit.
     pub fn set_debugger_breakpoints(&mut self, points: Option<Vec<HardwareBreakpoint>>) {
         self.points = points;
         self.told = false;
     }
 
-    /// Returns the number of permanent breakpoints, excluding the debugger's.
+    /// Returns the number of permanent breakpoints.
     pub fn sites(&self) -> usize {
         self.sites.len()
     }
@@ -127,15 +132,16 @@ impl GuestDebug {
         BREAKPOINTS.saturating_sub(self.sites.len() + points)
     }
 
-    /// Returns `true` if `pc` is a permanent breakpoint.
+    /// Returns `true` if there is a permanent breakpoint at `pc`.
     pub fn is_site(&self, pc: u64) -> bool {
         self.sites.contains(&pc)
     }
 
-    /// Programs KVM like [`GuestDebug::apply`] for a vCPU with registers `regs` in code that KVM
-    /// cannot step, so that the vCPU stops in other code. KVM sets the trap flag only at the RIP of
-    /// the call, so the call is made at a different RIP. Otherwise the guest would receive a debug
-    /// exception.
+    /// Passes the debug state for the next entry to KVM, like [`GuestDebug::apply`], but without
+    /// setting the trap flag. Used for a vCPU that is in code that KVM cannot step and must stop in
+    /// other code. With the trap flag, the guest would receive a debug exception. KVM sets the flag
+    /// only at the RIP at the time of the call, so the call is made while RIP differs from that in
+    /// `regs`.
     ///
     /// # Errors
     /// Returns an error if a KVM call fails. A guest cannot cause such a failure.
@@ -161,9 +167,9 @@ impl GuestDebug {
         applied
     }
 
-    /// Programs KVM with the state for the next entry. Without a change, no KVM call is made. The
-    /// exception is a step with the trap flag, which is programmed each time because KVM ties the
-    /// flag to the current RIP.
+    /// Passes the debug state `want` for the next entry to KVM. Makes no KVM call if the state has
+    /// not changed. A step with the trap flag is always passed, because KVM ties the flag to the
+    /// current RIP.
     ///
     /// # Errors
     /// Returns an error if a KVM call fails. A guest cannot cause such a failure.

@@ -4,36 +4,38 @@ use std::sync::Arc;
 
 use vpmu::exact::{MAX_RUN_BYTES, StepMeter, SteppedGuestMemory, StraightRun};
 
-/// Minimum number of instructions in a straight-line run. In shorter runs, each instruction is
+/// Minimum number of instructions in a straight-line run. The instructions of a shorter run are
 /// single-stepped, because a step costs less than a breakpoint.
 pub(super) const MIN_RUN_LENGTH: usize = 3;
-/// Number of cached addresses, a power of two. A straight-line run occupies up to about 600 bytes.
+/// Number of cache slots, a power of two. Each slot holds the result for one address; a
+/// straight-line run takes up to about 600 bytes.
 pub(super) const CACHE_SLOTS: usize = 1024;
 
-/// The straight-line run being executed.
+/// The straight-line run that the vCPU is executing.
 #[derive(Debug)]
 pub(super) struct CurrentStraightRun {
-    /// Address of the first instruction.
+    /// Linear address of the first instruction.
     pub(super) at: u64,
-    /// Decoded instructions.
+    /// Instructions of the run.
     pub(super) run: Arc<StraightRun>,
-    /// Number of instructions of `run` before the breakpoint.
+    /// Number of instructions of `run` that are executed up to the breakpoint.
     pub(super) count: usize,
 }
 
-/// Cached result of decoding at an address.
+/// Cached result of decoding the code at an address.
 #[derive(Debug)]
 pub(super) enum CachedDecode {
     /// A straight-line run, valid while its bytes are unchanged.
     Run(Arc<StraightRun>),
-    /// Self-modifying code, whose instructions are stepped.
+    /// Code that has modified itself, so its instructions are single-stepped.
     SelfModifying,
 }
 
-/// Cache of decoded straight-line runs. A run is used only if its bytes in memory are unchanged.
+/// Cache of decoded straight-line runs. Before a run is used, its bytes are compared with those in
+/// guest memory.
 #[derive(Debug, Default)]
 pub(super) struct RunCache {
-    /// Results of decoding with their addresses; empty until the first lookup.
+    /// Address and result for each slot of the cache; empty before the first lookup.
     pub(super) kept: Vec<Option<(u64, CachedDecode)>>,
 }
 
@@ -48,8 +50,8 @@ impl RunCache {
         &mut self.kept[place]
     }
 
-    /// Returns the straight-line run that starts at `at`, or `None` if the run is too short to be
-    /// worth a breakpoint.
+    /// Returns the straight-line run that starts at `at`. Returns `None` if the run has too few
+    /// instructions to be worth a breakpoint.
     pub(super) fn find(
         &mut self,
         at: u64,
@@ -74,8 +76,8 @@ impl RunCache {
         (run.len() >= MIN_RUN_LENGTH).then_some(run)
     }
 
-    /// Marks the first `count` instructions of `run`, which starts at `at`, as self-modifying code
-    /// that must be stepped.
+    /// Marks the first `count` instructions of `run`, which starts at `at`, as self-modifying code,
+    /// so that they are single-stepped.
     pub(super) fn mark_self_modifying(&mut self, at: u64, run: &StraightRun, count: usize) {
         for n in 0..count {
             let at = at.wrapping_add(run.end_of(n) as u64);
@@ -84,7 +86,8 @@ impl RunCache {
     }
 }
 
-/// Returns `true` if memory at `at` contains `code`, which is at most [`MAX_RUN_BYTES`] long.
+/// Returns `true` if guest memory at `at` contains `code`, whose length is at most
+/// [`MAX_RUN_BYTES`].
 pub(super) fn is_at(code: &[u8], at: u64, memory: &mut dyn SteppedGuestMemory) -> bool {
     let mut there = [0; MAX_RUN_BYTES];
     let Some(there) = there.get_mut(..code.len()) else {

@@ -1,5 +1,5 @@
-//! Interrupts and faults during stepping: determines the event that the next entry would deliver,
-//! sets breakpoints on its gate, and emulates HLT and STI.
+//! Handles interrupts and faults while a vCPU is single-stepped: finds the event that the next
+//! entry would deliver, stops at its handler, and emulates HLT and STI.
 
 use kvm_bindings::{KVM_MP_STATE_HALTED, KVM_VCPUEVENT_VALID_SHADOW, kvm_mp_state, kvm_vcpu_events};
 use vm_memory::{Bytes, GuestAddress, GuestMemoryBackend};
@@ -13,19 +13,19 @@ use crate::kvm::vcpu_fd::VcpuFd;
 use guest_patching::finder::TRAP;
 use guest_patching::linear_memory::LinearMemory;
 
-/// Number of steps between two interrupts of the local APIC timer. Stepped code runs slower than
-/// real time by three to five orders of magnitude, so an unthrottled timer would leave the guest
-/// executing only its timer handler. A processor at full speed executes some millions of
-/// instructions per timer tick of Linux.
+/// Minimum number of steps between two interrupts of the local APIC timer. Stepped code is three to
+/// five orders of magnitude slower than real time. Without the limit, the guest would execute
+/// nothing but its timer handler. A processor at full speed executes some millions of instructions
+/// between two timer interrupts of Linux.
 pub(super) const STEPS_PER_TICK: u64 = 1_000_000;
-/// First vector that is not an exception (SDM vol. 3 §6.2).
+/// First vector that is used for interrupts (SDM vol. 3 §6.2). Lower vectors are exceptions.
 const FIRST_INTERRUPT: u8 = 32;
-/// KVM_X86_SHADOW_INT_STI.
+/// Value of KVM's interrupt shadow field after STI (KVM_X86_SHADOW_INT_STI).
 const SHADOW_STI: u8 = 2;
 
 impl Stepper {
-    /// Sets breakpoints on the handlers to which the interrupt gates of `vectors` lead, for one
-    /// entry.
+    /// Sets breakpoints for one entry on the handlers of `vectors`, as found in the interrupt
+    /// descriptor table.
     pub(super) fn watch_gates(
         &mut self,
         state: &VcpuState,
@@ -104,8 +104,8 @@ impl Stepper {
         Ok(request.filter(|&vector| self.tally.steps >= self.timer_waits || !is_timer(&lapic.regs, vector)))
     }
 
-    /// Delays the next interrupt of the local APIC timer if `vector`, which is being delivered,
-    /// belongs to the timer.
+    /// Delays the next interrupt of the local APIC timer if the interrupt that is being delivered,
+    /// `vector`, comes from the timer.
     pub(super) fn pace_timer(&mut self, fd: &VcpuFd, vector: u8) -> Result<(), StepError> {
         if vector >= FIRST_INTERRUPT {
             let lapic = fd.get_lapic()?;
@@ -116,8 +116,8 @@ impl Stepper {
         Ok(())
     }
 
-    /// Emulates STI at CPL 0, because processors differ in whether a step stops after STI or after
-    /// its interrupt shadow.
+    /// Emulates STI at CPL 0. A step would stop after STI on some processors, and after the next
+    /// instruction on others.
     pub(super) fn emulate_sti(
         &mut self,
         fd: &VcpuFd,
@@ -133,8 +133,8 @@ impl Stepper {
         Ok(self.end(&state))
     }
 
-    /// Emulates HLT at CPL 0, because KVM would skip or delay the halt during a step. The next
-    /// entry waits for an event.
+    /// Emulates HLT at CPL 0. KVM would skip or delay the halt during a step. At the next entry,
+    /// the vCPU waits for an event.
     pub(super) fn halt(&mut self, fd: &VcpuFd, mut state: VcpuState) -> Result<StepOutcome, StepError> {
         state.regs.rip = state.regs.rip.wrapping_add(1);
         fd.set_regs(&state.regs)?;
@@ -159,15 +159,17 @@ pub(super) fn is_halted(fd: &VcpuFd) -> Result<bool, StepError> {
     Ok(state.mp_state == KVM_MP_STATE_HALTED)
 }
 
-/// Returns `true` if `vector` is the unmasked timer vector of the local APIC (SDM vol. 3 §11.5.1).
+/// Returns `true` if `vector` is the vector of the local APIC timer and the timer is not masked
+/// (SDM vol. 3 §11.5.1).
 fn is_timer(page: &[std::ffi::c_char], vector: u8) -> bool {
     const LVT_TIMER: usize = 0x320;
     page.get(LVT_TIMER..LVT_TIMER + 4)
         .is_some_and(|entry| entry[0].cast_unsigned() == vector && entry[2] & 1 == 0)
 }
 
-/// Returns the vector that the local APIC would deliver now: the highest one in IRR whose priority
-/// class exceeds those of TPR and ISR (SDM vol. 3 §11.8.3).
+/// Returns the vector of the interrupt that the local APIC would deliver now. This is the highest
+/// vector in IRR, if its priority class exceeds those of TPR and of the highest vector in ISR (SDM
+/// vol. 3 §11.8.3).
 fn highest_request(page: &[std::ffi::c_char]) -> Option<u8> {
     let bit_in = |base: usize, vector: usize| {
         page.get(base + vector / 32 * 16 + vector % 32 / 8)

@@ -1,11 +1,12 @@
-//! The exact backing: single-steps a vCPU while a counter requires it.
+//! The exact backing: single-steps a vCPU while a counter needs exact counts.
 //!
-//! The next instruction is decoded before an entry. When KVM reports the completed step, the events
-//! of the instruction are added to the counters (see [`vpmu::exact`] for the rules). An exit for
-//! I/O or an MSR occurs in the middle of an instruction and does not end its step.
+//! Before each entry, the stepper decodes the next instruction. When KVM reports that the step is
+//! complete, the stepper adds the events of the instruction to the counters (see [`vpmu::exact`]
+//! for the rules). An exit for I/O or an MSR occurs in the middle of an instruction and does not
+//! end its step.
 //!
-//! A processor clears the trap flag when it enters a handler, and saves the flag where the guest
-//! can see it. Two modes handle this:
+//! Stepping uses the trap flag. A processor clears the flag when it enters a handler, after it has
+//! saved the flag where the guest can see it. The stepper has two modes to deal with this:
 //!
 //! - If CPL 0 is counted, every instruction is stepped. Interrupts are blocked during a step
 //!   (`KVM_GUESTDBG_BLOCKIRQ`) and delivered between two steps, without the trap flag, up to a
@@ -49,27 +50,27 @@ use system_calls::end_system_call;
 
 const STI: u8 = 0xfb;
 const SYSRETQ: [u8; 3] = [0x48, 0x0f, 0x07];
-/// Exceptions that an ordinary instruction may raise, in descending order of likelihood: page
+/// Exceptions that an ordinary instruction may raise, from the most to the least likely: page
 /// fault, general protection, invalid opcode, device not available, divide error, stack fault,
 /// segment not present, SIMD, x87, alignment check, bound range, invalid TSS.
 const FAULTS: [u8; 12] = [14, 13, 6, 7, 0, 12, 11, 19, 16, 17, 5, 10];
-/// Maximum number of steps through the guest's kernel before the search for the return to user code
-/// is abandoned.
+/// Maximum number of steps through the guest's kernel while the stepper looks for the return to
+/// user code. The search is then abandoned.
 const MAX_WALKED_STEPS: u32 = 200_000;
 
-/// Result of [`Stepper::prepare`].
+/// What the caller must do after [`Stepper::prepare`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum VcpuStepAction {
     /// Enter the guest.
     Enter,
-    /// An instruction was emulated. Account for it and call [`Stepper::prepare`] again.
+    /// Account for the step of an emulated instruction, and call [`Stepper::prepare`] again.
     Executed(StepOutcome),
 }
 
 impl Stepper {
-    /// Ends the current step if the last exit completed its instruction without a debug exit. On a
-    /// KVM that emulates the code, an exit for a write completes its instruction in this way.
-    /// Called before overflows are checked.
+    /// Ends the current step if the last exit has completed its instruction. This happens if KVM
+    /// emulates the code and an instruction exits for a write. There is no debug exit in this case.
+    /// Must be called before overflows are checked.
     ///
     /// # Errors
     /// Returns [`StepError`] if a KVM call fails.
@@ -89,9 +90,9 @@ impl Stepper {
         Ok(Some(self.end(&state)))
     }
 
-    /// Prepares the next entry. Called directly before the entry, after reconciling the PMU
-    /// registers. `levels` are the privilege levels counted by steps; `room` returns the counts
-    /// that may retire at CPL 0 before a counter overflows.
+    /// Prepares the next entry. Must be called directly before the entry, after the PMU registers
+    /// were reconciled. `levels` are the privilege levels at which events are counted by stepping.
+    /// `room` returns the counts that may be added at CPL 0 before a counter overflows.
     ///
     /// # Errors
     /// Returns [`StepError`] if a KVM call fails.
@@ -130,7 +131,7 @@ impl Stepper {
         }
     }
 
-    /// Disables stepping.
+    /// Stops stepping the vCPU.
     fn rest(&mut self, fd: &VcpuFd, debug: &mut GuestDebug) -> Result<(), StepError> {
         if self.mode != SteppingMode::Rest {
             self.mode = SteppingMode::Rest;
@@ -193,7 +194,7 @@ impl Stepper {
         Ok(VcpuStepAction::Enter)
     }
 
-    /// Records that user code runs without being stepped.
+    /// Counts a section of user code that runs without being stepped.
     fn count_unstepped(&mut self, levels: PrivilegeLevels) {
         if levels.user {
             if self.tally.unstepped == 0 {
@@ -207,7 +208,7 @@ impl Stepper {
         }
     }
 
-    /// Prepares the next single step, if all privilege levels are counted.
+    /// Prepares the next entry if every instruction is stepped.
     fn prepare_all(
         &mut self,
         fd: &VcpuFd,
@@ -269,8 +270,8 @@ impl Stepper {
         Ok(VcpuStepAction::Enter)
     }
 
-    /// Delivers an interrupt or exception without the trap flag, up to the first instruction of its
-    /// handler.
+    /// Delivers an interrupt or exception to the guest without the trap flag. The vCPU stops at the
+    /// first instruction of the handler.
     fn deliver_event(
         &mut self,
         fd: &VcpuFd,
@@ -292,7 +293,7 @@ impl Stepper {
         Ok(VcpuStepAction::Enter)
     }
 
-    /// Prepares the next entry, if only user code is counted.
+    /// Prepares the next entry if only user code is counted.
     fn prepare_user(
         &mut self,
         fd: &VcpuFd,
@@ -362,7 +363,7 @@ impl Stepper {
         Ok(VcpuStepAction::Enter)
     }
 
-    /// Restores the guest memory that was patched for one entry. Called after every KVM_RUN.
+    /// Restores guest memory that was changed for one entry. Must be called after every KVM_RUN.
     #[inline]
     pub fn after_run(&mut self) {
         self.synced.after_run();
@@ -376,8 +377,8 @@ impl Stepper {
         }
     }
 
-    /// Handles a debug exit directly after KVM_RUN. Returns `None` if the exit was not caused by
-    /// stepping, so that the exception must be injected into the guest.
+    /// Handles a debug exit. Must be called directly after KVM_RUN. Returns `None` if stepping did
+    /// not cause the exit; the caller must then inject the exception into the guest.
     ///
     /// # Errors
     /// Returns [`StepError`] if a KVM call fails.
@@ -422,9 +423,9 @@ impl Stepper {
         Ok(Some(self.end(&state)))
     }
 
-    /// Handles a write to the trap port. If the write comes from the stepper's trap at an interrupt
-    /// handler, moves the vCPU back before the first instruction of the handler; otherwise returns
-    /// `None`.
+    /// Handles a write to the trap port. If the write comes from trap code that the stepper has
+    /// placed at an interrupt handler, moves the vCPU back to the start of the handler. Returns
+    /// `None` for any other write.
     ///
     /// # Errors
     /// Returns [`StepError`] if a KVM call fails.
@@ -523,8 +524,7 @@ impl Stepper {
         step
     }
 
-    /// Clears the stepper's trap flag in the flags that the processor or an instruction has just
-    /// saved on the guest's stack.
+    /// Clears the stepper's trap flag in flags that were just saved on the guest's stack.
     #[expect(
         clippy::cast_possible_truncation,
         reason = "bit 8 of the flags is bit 0 of their second byte"

@@ -1,12 +1,13 @@
-//! Straight-line runs under stepping: the vCPU executes a whole run in one entry, up to a
-//! breakpoint after its last instruction.
+//! Straight-line runs: while a vCPU is stepped, several instructions without a branch are executed
+//! in one entry, up to a breakpoint after the last of them.
 //!
-//! Only a fault can leave a run early. Breakpoints are set on the gates of the faults that a run
-//! can raise, including double faults if a breakpoint register is free, because their handlers do
-//! not return. Interrupts are blocked. The position of the vCPU after KVM_RUN therefore determines
-//! the number of completed instructions: n if the vCPU is before instruction n of the run (from 0),
-//! or the number of instructions before the faulting address in a fault handler. At any other
-//! position, or if the code has changed since it was decoded, the outcome is unknown.
+//! Only a fault can leave a run before its end, because interrupts are blocked. Breakpoints stop
+//! the vCPU at the handlers of the faults that the run can raise. The handler of double faults,
+//! which does not return, has one too if a breakpoint register is free. After KVM_RUN, the position
+//! of the vCPU gives the number of completed instructions: n if the vCPU is before instruction n of
+//! the run (from 0), or the number of instructions before the faulting address if the vCPU is at a
+//! fault handler. At any other position, and if the code has changed since it was decoded, the
+//! outcome is unknown.
 //!
 //! Runs are used only if KVM emulates CPL 0, where stepping needs no trap flag, and if hardware
 //! breakpoints work.
@@ -22,22 +23,22 @@ use crate::kvm::stepping::BREAKPOINTS;
 use crate::kvm::vcpu_fd::VcpuFd;
 use guest_patching::linear_memory::LinearMemory;
 
-/// DR7.L0 to G3: breakpoint enable bits (SDM vol. 3 §19.2.4).
+/// DR7.L0 to G3: enable bits of the breakpoints (SDM vol. 3 §19.2.4).
 const DR7_ENABLED: u64 = 0xff;
 const DOUBLE_FAULT: u8 = 8;
 const STACK_FAULT: u8 = 12;
 const PROTECTION_FAULT: u8 = 13;
 const PAGE_FAULT: u8 = 14;
 
-/// Returns `true` if no interrupt shadow is active and no SMI is pending.
+/// Returns `true` if there is no interrupt shadow and no pending SMI.
 fn is_quiet(events: &kvm_vcpu_events) -> bool {
     events.interrupt.shadow == 0 && events.smi.pending == 0
 }
 
 impl Stepper {
-    /// Begins a straight-line run at `state`, between two single steps. Returns `None` if no run
-    /// can be counted there. `room` returns the counts that may retire at CPL 0 before a counter
-    /// overflows.
+    /// Begins a straight-line run at the current position of the vCPU, `state`. Returns `None` if
+    /// no run is possible there. `room` returns the counts that may be added at CPL 0 before a
+    /// counter overflows.
     pub(super) fn begin_run(
         &mut self,
         fd: &VcpuFd,
@@ -100,8 +101,8 @@ impl Stepper {
         Ok(Some(want))
     }
 
-    /// Cancels the current straight-line run if none of its instructions has been executed, and
-    /// returns whether it did. If an exit is incomplete, the next entry completes it.
+    /// Cancels the current straight-line run if the vCPU is still at its start, and returns whether
+    /// it was cancelled. If KVM has not completed the last exit, the next entry does so.
     pub(super) fn cancel_unstarted_run(&mut self, state: &VcpuState) -> bool {
         let is_there = |run: &mut CurrentStraightRun| run.at == state.regs.rip && state.cpl() == 0;
         let forgotten = self.under_way.take_if(is_there).is_some();
@@ -111,7 +112,8 @@ impl Stepper {
         forgotten
     }
 
-    /// Accounts for a straight-line run, which the vCPU has left with the registers `state`.
+    /// Accounts for the instructions of a straight-line run. `state` contains the registers with
+    /// which the vCPU has left the run.
     pub(super) fn end_run(&mut self, under_way: &CurrentStraightRun, state: &VcpuState) -> StepOutcome {
         let CurrentStraightRun { at, run, count } = under_way;
         let cpu = state.cpu();

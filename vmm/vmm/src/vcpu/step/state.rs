@@ -1,4 +1,5 @@
-//! Registers of a vCPU, for the step meter and for patches of the guest's kernel.
+//! Registers of a single-stepped vCPU, in the forms that the step meter and the patches of the
+//! guest's kernel need.
 
 use guest_patching::linear_memory::AddressRegisters;
 use guest_patching::registers::{
@@ -13,7 +14,7 @@ use crate::kvm::vcpu_fd::VcpuFd;
 
 const EFER_LMA: u64 = 1 << 10;
 
-/// Registers of a vCPU between two entries.
+/// Registers of a vCPU that is outside the guest.
 #[derive(Clone, Copy, Debug)]
 pub struct VcpuState {
     /// General-purpose registers.
@@ -44,7 +45,7 @@ impl VcpuState {
         self.sregs.efer & EFER_LMA != 0 && self.sregs.cs.l != 0
     }
 
-    /// Returns the processor state that the step meter needs.
+    /// Returns the registers that the step meter needs.
     pub fn cpu(&self) -> SteppedCpuState {
         let (regs, sregs) = (&self.regs, &self.sregs);
         let long = self.is_64bit();
@@ -93,7 +94,7 @@ impl From<&VcpuState> for AddressRegisters {
     }
 }
 
-/// The registers that patches of the guest's kernel read and change.
+/// Copies the registers that patches of the guest's kernel read and change.
 impl From<&VcpuState> for patching::VcpuState {
     fn from(VcpuState { regs, sregs }: &VcpuState) -> Self {
         let table = |table: &kvm_dtable| DescriptorTable {
@@ -125,7 +126,7 @@ impl From<&VcpuState> for patching::VcpuState {
 }
 
 impl VcpuState {
-    /// Sets the general-purpose registers, CS and SS to those of `patched`.
+    /// Copies the general-purpose registers, CS and SS from `patched`.
     pub fn update(&mut self, patched: &patching::VcpuState) {
         let GeneralRegisters {
             rip,
@@ -184,19 +185,21 @@ fn kvm_segment_of(of: &Segment) -> kvm_segment {
     }
 }
 
-/// Registers that KVM copies at each exit during stepping, which saves two KVM calls.
+/// Registers that KVM copies to user space at each exit while the vCPU is stepped. Saves two KVM
+/// calls per step.
 #[derive(Debug, Default)]
 pub(super) struct SyncedRegisters {
-    /// `true` if KVM supports copying registers.
+    /// `true` if KVM supports copying registers at exits.
     can: bool,
-    /// `true` if KVM copies registers at each exit; `None` if unknown.
+    /// `true` if KVM was asked to copy registers at each exit, `false` if not; `None` before the
+    /// first request.
     come: Option<bool>,
-    /// `true` if KVM copied the registers at the current exit.
+    /// `true` if KVM has copied the registers at the last exit.
     came: bool,
 }
 
 impl SyncedRegisters {
-    /// Creates the state for a KVM that supports copying registers.
+    /// Creates the state of a new vCPU. `can` states whether KVM supports copying registers.
     pub(super) fn new() -> Self {
         Self {
             can: true,
@@ -204,7 +207,7 @@ impl SyncedRegisters {
         }
     }
 
-    /// Enables or disables copying at the next exits.
+    /// Selects whether KVM copies the registers at exits from now on.
     pub(super) fn want(&mut self, fd: &mut ArmedVcpu, wanted: bool) {
         let wanted = wanted && self.can;
         if self.come != Some(wanted) {
@@ -215,7 +218,7 @@ impl SyncedRegisters {
         }
     }
 
-    /// Records the return of KVM_RUN.
+    /// Records that KVM_RUN has returned.
     #[inline]
     pub(super) fn after_run(&mut self) {
         self.came = self.come == Some(true);
@@ -234,8 +237,8 @@ impl SyncedRegisters {
     }
 }
 
-/// Guest memory that cannot be read. Used for an interval in which no instruction is known to have
-/// executed.
+/// Guest memory that cannot be read. Stands for the guest's memory when no instruction is known to
+/// have been executed.
 pub struct UnreadableMemory;
 
 impl SteppedGuestMemory for UnreadableMemory {

@@ -1,4 +1,4 @@
-//! The stepper of a vCPU: mode, current step, and statistics.
+//! State of single-stepping on a vCPU: the mode, the current step, and statistics.
 
 use perf_core::branch::BranchEntry;
 use vm_memory::{GuestAddress, GuestMemoryMmap};
@@ -18,104 +18,110 @@ pub(super) const RFLAGS_TF: u64 = 1 << 8;
 pub(super) const RFLAGS_RF: u64 = 1 << 16;
 pub(super) const NMI: u8 = 2;
 
-/// Error when a KVM call fails during stepping. A guest cannot cause one.
+/// Error of a KVM call during single-stepping. A guest cannot cause this error.
 #[derive(Debug, thiserror::Error)]
 #[error("failed to single-step")]
 pub struct StepError(#[from] KvmIoctlError);
 
-/// Statistics of a stepper.
+/// Statistics of single-stepping on one vCPU.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct StepStats {
     /// Number of completed single steps.
     pub steps: u64,
-    /// Number of steps with unknown outcome, and of abandoned searches for the return to user code.
+    /// Number of steps with an unknown outcome, plus number of abandoned searches for the return to
+    /// user code.
     pub lost: u64,
-    /// Number of sections of user code that ran without stepping although a counter counts them.
+    /// Number of times that user code ran without being stepped although a counter counts it.
     pub unstepped: u64,
     /// Number of straight-line runs.
     pub runs: u64,
-    /// Number of instructions retired in straight-line runs.
+    /// Number of instructions that were retired in straight-line runs.
     pub instructions_in_runs: u64,
 }
 
-/// Reason why a user instruction is decoded again after the kernel has run.
+/// Reason why an instruction of user code is decoded again after the guest's kernel has run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum RedecodeReason {
-    /// A SYSCALL was emulated. Its result is in RAX on return.
+    /// The instruction is a SYSCALL that was emulated. The result of the system call is in RAX on
+    /// return.
     Called,
-    /// The code could not be read, so the instruction faults and executes after its page is mapped.
+    /// The instruction could not be read. It faults, and is executed after the kernel has mapped
+    /// its page.
     Faults,
 }
 
-/// The current step.
+/// The single step in progress.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct CurrentStep {
-    /// Processor state at the beginning of the step.
+    /// Registers at the beginning of the step.
     pub(super) before: SteppedCpuState,
-    /// Class of the instruction that is stepped.
+    /// Class of the instruction.
     pub(super) ahead: InstructionClass,
-    /// Reason why the guest's kernel runs before the instruction executes; `None` if it does not.
+    /// Reason why the guest's kernel runs before the instruction is complete; `None` if it does not
+    /// run.
     pub(super) after_kernel: Option<RedecodeReason>,
 }
 
-/// Stepping mode of the last entry.
+/// How the stepper steps the vCPU, as of the last entry.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum SteppingMode {
-    /// Stepping is disabled.
+    /// The vCPU is not stepped.
     Rest,
-    /// CPL 0 is stepped by KVM's emulator. User code cannot be stepped.
+    /// KVM emulates CPL 0 and stops after each instruction there. User code cannot be stepped; the
+    /// value tells whether it runs.
     Emulated(UserCodeState),
-    /// Every instruction is stepped.
+    /// Every instruction is stepped with the trap flag.
     All {
-        /// `true` if the vCPU may be halted.
+        /// `true` if the last instruction may have halted the vCPU.
         may_wait: bool,
     },
-    /// Only CPL 1 to 3 are counted; the guest's kernel runs freely.
+    /// Only instructions at CPL 1 to 3 are stepped. The guest's kernel runs freely.
     UserOnly(UserResumeMethod),
 }
 
-/// Execution state of user code that cannot be stepped.
+/// Whether user code that cannot be stepped is running.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum UserCodeState {
     /// User code is not running.
     Away,
-    /// The IRET to user code is being stepped.
+    /// The IRET that leads to user code is being stepped.
     Entered {
-        /// Target of the IRET.
+        /// Target address of the IRET.
         at: u64,
     },
     /// User code is running or has just run.
     Runs,
 }
 
-/// Method by which stepping resumes when the kernel returns to user code.
+/// How stepping resumes when the guest's kernel returns to user code.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum UserResumeMethod {
-    /// The flags saved by the kernel contain the trap flag.
+    /// The kernel has saved flags with the trap flag and restores them on return.
     Saved,
-    /// The saved flags lack the trap flag, so the kernel is stepped until it returns. Contains the
-    /// number of steps taken.
+    /// The flags that the kernel has saved do not contain the trap flag, so the kernel itself is
+    /// stepped until it returns. The value is the number of steps so far.
     Walked(u32),
 }
 
-/// Method by which the stepper stops the vCPU at the handler of an interrupt or exception.
+/// How the stepper stops the vCPU at the handler of an interrupt or exception.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum GateStopMethod {
-    /// Trap code in place of the handler's first instruction. Requires a single vCPU, because guest
-    /// memory is modified for one entry.
+    /// With trap code that replaces the first instruction of the handler for one entry. Possible
+    /// only if the VM has a single vCPU.
     Code,
-    /// Free hardware breakpoints.
+    /// With free hardware breakpoints.
     Breakpoints,
-    /// The stepper does not stop the vCPU at handlers.
+    /// Not at all.
     Nowhere,
 }
 
-/// Breakpoints on the handlers of interrupt gates, set for one entry.
+/// Handlers of interrupts and exceptions at which the vCPU stops during one entry.
 #[derive(Debug)]
 pub(super) struct WatchedGates {
-    /// Address of the handler and vector of each watched gate.
+    /// Address of each handler and its vector.
     pub(super) watched: Vec<(u64, u8)>,
-    /// Address and original code of each trap that is in guest memory.
+    /// Guest-physical address of each trap that is in guest memory, and the code that it has
+    /// replaced.
     pub(super) planted: Vec<(GuestAddress, [u8; 2])>,
 }
 
@@ -129,49 +135,50 @@ impl Default for WatchedGates {
 }
 
 impl WatchedGates {
-    /// Returns the vector whose watched handler begins at `rip`.
+    /// Returns the vector of the watched handler that begins at `rip`.
     pub(super) fn vector_at(&self, rip: u64) -> Option<u8> {
         let gate = self.watched.iter().find(|&&(at, _)| at == rip);
         gate.map(|&(_, vector)| vector)
     }
 }
 
-/// Single-steps one vCPU for the exact backing.
+/// Single-steps one vCPU and counts its instructions for the exact backing, or records its branches
+/// during a burst.
 #[derive(Debug)]
 pub struct Stepper {
     pub(super) meter: StepMeter,
     pub(super) memory: GuestMemoryMmap,
-    /// `true` if KVM emulates CPL 0, so that steps there need no trap flag.
+    /// `true` if KVM emulates CPL 0, where steps then need no trap flag.
     pub(super) emulated: bool,
     pub(super) gate_stops: GateStopMethod,
-    /// `true` if straight-line runs are used where possible.
+    /// `true` if straight-line runs are enabled.
     pub(super) has_runs: bool,
     pub(super) mode: SteppingMode,
     pub(super) present: Option<CurrentStep>,
-    /// The current straight-line run. During a run, `present` is `None`.
+    /// Straight-line run in progress, if any. There is no single step in `present` during a run.
     pub(super) under_way: Option<CurrentStraightRun>,
     pub(super) runs: RunCache,
-    /// Registers that KVM copies at exits.
+    /// Registers that KVM copies at exits during stepping.
     pub(super) synced: SyncedRegisters,
-    /// Registers at the last stop, if still valid.
+    /// Registers of the vCPU at the last stop, if they are still valid.
     pub(super) fresh: Option<VcpuState>,
-    /// Registers at the last stop, if it was after an instruction of user code.
+    /// Registers of the vCPU at the last stop, if it stopped after an instruction of user code.
     pub(super) stopped_in_user: Option<VcpuState>,
-    /// Value of the step count until which the local APIC timer is delayed.
+    /// Number of steps at which the local APIC timer may interrupt the guest again.
     pub(super) timer_waits: u64,
-    /// `true` if maskable interrupts are held back until the burst ends.
+    /// `true` if maskable interrupts are held back until the end of the burst.
     pub(super) holds_interrupts: bool,
     /// `true` if the last instruction was HLT.
     pub(super) halted: bool,
-    /// `true` if flags saved in guest memory may still contain the stepper's trap flag.
+    /// `true` if flags that the guest has saved in memory may contain the stepper's trap flag.
     pub(super) strays: bool,
     pub(super) gates: WatchedGates,
     pub(super) tally: StepStats,
 }
 
 impl Stepper {
-    /// Creates a stepper for a vCPU model of `vendor`. `alone` states that the VM has no other
-    /// vCPU.
+    /// Creates a stepper for a vCPU of `vendor`. `alone` states whether the vCPU is the only one of
+    /// the VM.
     pub fn new(vendor: Vendor, memory: GuestMemoryMmap, host: SteppingSupport, alone: bool) -> Self {
         Self {
             meter: StepMeter::new(vendor),
@@ -208,32 +215,32 @@ impl Stepper {
         self
     }
 
-    /// Uses the registers that KVM copies at exits (`KVM_CAP_SYNC_REGS`) instead of separate KVM
-    /// calls.
+    /// Uses the registers that KVM copies at exits (`KVM_CAP_SYNC_REGS`), which saves KVM calls.
     #[must_use]
     pub fn with_synced_registers(mut self) -> Self {
         self.synced = SyncedRegisters::new();
         self
     }
 
-    /// Marks flags in guest memory as possibly containing the trap flag of an earlier stepper.
+    /// Creates the stepper in the state in which guest memory may contain the trap flag of an
+    /// earlier stepper.
     #[must_use]
     pub fn with_strays(mut self) -> Self {
         self.strays = true;
         self
     }
 
-    /// Returns the statistics so far.
+    /// Returns the statistics of this stepper.
     pub fn tally(&self) -> StepStats {
         self.tally
     }
 
-    /// Returns the number of steps and straight-line runs so far.
+    /// Returns the number of single steps and straight-line runs so far.
     pub fn position(&self) -> u64 {
         self.tally.steps + self.tally.runs
     }
 
-    /// Starts or stops recording taken branches. Afterwards, interrupts are no longer held back.
+    /// Starts or stops recording the taken branches. Also ends [`Stepper::hold_interrupts`].
     pub fn set_branch_recording(&mut self, on: bool) {
         self.meter.set_branch_recording(on);
         self.holds_interrupts = false;
@@ -241,13 +248,13 @@ impl Stepper {
     }
 
     /// Holds back maskable interrupts until [`Stepper::set_branch_recording`] is called. Has no
-    /// effect where KVM emulates CPL 0.
+    /// effect if KVM emulates CPL 0.
     pub fn hold_interrupts(&mut self, hold: bool) {
         self.holds_interrupts = hold;
     }
 
-    /// Returns `true` if the vCPU is outside `levels`, is about to leave them by a system call, or
-    /// has halted.
+    /// Returns `true` if the vCPU is at a privilege level outside `levels`, if its next instruction
+    /// is a system call that leads there, or if it has halted.
     ///
     /// # Errors
     /// Returns [`StepError`] if a KVM call fails.
@@ -277,17 +284,19 @@ impl Stepper {
         self.strays
     }
 
-    /// Returns the repeated string instruction that is unfinished at `cpu`, for a snapshot.
+    /// Returns the address and the length of the string instruction with a repeat prefix that is
+    /// unfinished at `cpu`, if any, for a snapshot.
     pub fn unfinished_repeat(&self, cpu: &SteppedCpuState) -> Option<(u64, u8)> {
         self.meter.unfinished_at(cpu)
     }
 
-    /// Restores the unfinished repeated string instruction.
+    /// Sets the unfinished string instruction with a repeat prefix, from a snapshot.
     pub fn restore_unfinished_repeat(&mut self, unfinished: Option<(u64, u8)>) {
         self.meter.restore_unfinished(unfinished);
     }
 
-    /// Handles a PMU register write, after which counting may start inside the kernel.
+    /// Handles a write of the guest's kernel to a PMU register, which may enable a counter for user
+    /// code. The flags that the kernel has saved before the write lack the trap flag.
     pub fn registers_changed(&mut self) {
         // In the other modes, starting to count changes the mode, which has the same effect.
         if let SteppingMode::UserOnly(way) = &mut self.mode {
@@ -300,17 +309,18 @@ impl Stepper {
         self.stopped_in_user.as_ref()
     }
 
-    /// Returns `true` if only user code is counted and the guest is in its kernel.
+    /// Returns `true` if only user code is counted and the vCPU has entered the guest's kernel
+    /// since the step began.
     pub(super) fn is_in_kernel_uncounted(&self, state: &VcpuState) -> bool {
         matches!(self.mode, SteppingMode::UserOnly(_)) && state.cpl() == 0 && self.began_in_user()
     }
 
-    /// Returns `true` if the current step began at CPL 1 to 3.
+    /// Returns `true` if the step in progress began at CPL 1 to 3.
     pub(super) fn began_in_user(&self) -> bool {
         self.present.is_some_and(|step| step.before.cpl != 0)
     }
 
-    /// Returns the instruction class of the current step.
+    /// Returns the class of the instruction in progress.
     pub(super) fn ahead(&self) -> Option<InstructionClass> {
         self.present.map(|step| step.ahead)
     }
@@ -349,7 +359,7 @@ impl Stepper {
     }
 }
 
-/// Returns `true` for SYSCALL, SYSENTER, INT n and INT3.
+/// Returns `true` if the instruction is SYSCALL, SYSENTER, INT n or INT3.
 fn is_system_call(code: &[u8; 3]) -> bool {
     matches!(code, [0x0F, 0x05 | 0x34, _] | [0xCC | 0xCD, _, _])
 }

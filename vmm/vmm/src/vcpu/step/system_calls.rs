@@ -19,8 +19,8 @@ const IA32_FMASK: u32 = 0xc000_0084;
 const SYSRET_FLAGS: u64 = 0x3c_7fd7;
 
 impl Stepper {
-    /// Emulates SYSRET to 64-bit code, because some processors do not stop after it if the loaded
-    /// flags lack the trap flag. Returns `false` if SYSRET would fault.
+    /// Emulates a SYSRET to 64-bit code. Some processors do not stop after SYSRET if the flags that
+    /// it loads lack the trap flag. Returns `false` if SYSRET would fault.
     pub(super) fn emulate_sysret(&self, fd: &VcpuFd, mut state: VcpuState) -> Result<bool, StepError> {
         let target = state.regs.rcx;
         let user_half = target >> 47 == 0;
@@ -38,10 +38,10 @@ impl Stepper {
         Ok(true)
     }
 
-    /// Emulates and counts the SYSCALL of user code when only user code is counted. The kernel may
-    /// switch to another task, which ends the counting, or the task may end, so the return cannot
-    /// be used to count it. The trap flag is placed in the flags that the kernel saves. Returns
-    /// `None` if the processor must execute the SYSCALL.
+    /// Emulates and counts a SYSCALL of user code if only user code is counted. The instruction
+    /// cannot be counted when the system call returns, because the kernel may switch to another
+    /// task, for which counting is off, or end the task. The flags that the kernel saves contain
+    /// the trap flag. Returns `None` if the processor must execute the SYSCALL.
     pub(super) fn emulate_user_syscall(
         &mut self,
         fd: &VcpuFd,
@@ -88,8 +88,8 @@ impl Stepper {
         Ok(Some(step))
     }
 
-    /// Emulates SYSCALL (SDM vol. 2B, APM vol. 3), which does not access memory in 64-bit mode. The
-    /// trap flag is set only in the saved flags. Returns `false` if SYSCALL would fault.
+    /// Emulates SYSCALL (SDM vol. 2B, APM vol. 3). Sets the trap flag only in the flags that
+    /// SYSCALL saves. Returns `false` if SYSCALL would fault.
     #[expect(clippy::cast_possible_truncation, reason = "bits 47:32")]
     pub(super) fn emulate_syscall(&self, fd: &VcpuFd, mut state: VcpuState) -> Result<bool, StepError> {
         if !state.is_64bit() || state.sregs.efer & EFER_SCE == 0 {
@@ -111,8 +111,9 @@ impl Stepper {
     }
 }
 
-/// Accounts for the return to user code from a SYSCALL or INT. The trap flag is restored with
-/// RFLAGS, so the instruction after the call has also executed.
+/// Accounts for the return to user code after SYSCALL or INT n. On return, the trap flag is loaded
+/// together with the other flags. The vCPU therefore stops only after the instruction that follows
+/// the system call, which is counted too.
 pub(super) fn end_system_call(
     meter: &mut StepMeter,
     called: &SteppedCpuState,
@@ -145,7 +146,7 @@ pub(super) fn end_system_call(
     step
 }
 
-/// Reads IA32_STAR, IA32_LSTAR and IA32_FMASK.
+/// Returns the values of IA32_STAR, IA32_LSTAR and IA32_FMASK.
 fn system_call_registers(fd: &VcpuFd) -> Result<[u64; 3], StepError> {
     let none = || KvmIoctlError::with_errno("KVM_GET_MSRS", libc::EINVAL);
     let entry = |index| kvm_bindings::kvm_msr_entry {
@@ -161,7 +162,7 @@ fn system_call_registers(fd: &VcpuFd) -> Result<[u64; 3], StepError> {
     }
 }
 
-/// Returns a segment as loaded by SYSCALL and SYSRET: 64-bit code (type 11) or data (type 3).
+/// Returns the segment that SYSCALL and SYSRET load for 64-bit code (type 11) or data (type 3).
 fn flat_segment(selector: u16, type_: u8, dpl: u8) -> kvm_bindings::kvm_segment {
     let l = u8::from(type_ == 0xb);
     kvm_bindings::kvm_segment {
@@ -192,14 +193,14 @@ mod tests {
     use crate::kvm::stepping::SteppingSupport;
     use crate::kvm::tiny::{CODE, DATA, TinyGuest};
 
-    /// Lowest linear address above guest memory, where an access exits to user space.
+    /// Lowest linear address beyond guest memory. An access there exits to user space.
     const HOLE: u32 = 0x2_0000;
     const SYSCALL: [u8; 2] = [0x0f, 0x05];
     const SYSRET: [u8; 3] = [0x48, 0x0f, 0x07];
-    /// Flags that programs may change freely: the arithmetic flags and ID, and IF.
+    /// Flags that the test sets to arbitrary values: the arithmetic flags, ID and IF.
     const ANY_FLAGS: u64 = 0x20_0ed5;
 
-    /// Creates a vCPU at `code` with the given system-call MSRs.
+    /// Creates a vCPU that is about to execute `code`, with the given system call MSRs.
     fn guest(kvm: &Kvm, cpl: u8, code: &[u8], [star, lstar, mask]: [u64; 3]) -> TinyGuest {
         let guest = TinyGuest::new(kvm, cpl, code).unwrap();
         let mut sregs = guest.vcpu.get_sregs().unwrap();
@@ -224,7 +225,7 @@ mod tests {
         )
     }
 
-    /// Returns the fields of a segment that guest code can observe.
+    /// Returns the fields of `segment` that guest code can observe.
     fn told(segment: &kvm_segment) -> [u64; 8] {
         let &kvm_segment {
             base,
@@ -253,8 +254,8 @@ mod tests {
         (state.regs, [told(&state.sregs.cs), told(&state.sregs.ss)])
     }
 
-    /// Runs the guest on the processor until its next exit. Returns `None` if KVM emulates this
-    /// code without support for the instruction.
+    /// Runs the guest until its next exit, so that the processor executes the instruction. Returns
+    /// `None` if KVM emulates the code and does not support the instruction.
     fn by_the_processor(guest: TinyGuest) -> Option<(VcpuState, String)> {
         let (vcpu, _memory, _slots) = guest.into_parts();
         let mut vcpu = ArmedVcpu::new(vcpu);
@@ -270,8 +271,8 @@ mod tests {
     proptest! {
         #![proptest_config(ProptestConfig::with_cases(24))]
 
-        /// An emulated SYSCALL has the same effect as the processor's on RIP, flags, RCX, R11 and
-        /// both segments, for any values of the MSRs.
+        /// An emulated SYSCALL has the same effect as one that the processor executes, for any
+        /// values of the MSRs. Compares RIP, flags, RCX, R11, CS and SS.
         #[test]
         fn emulated_syscall_matches_processor(flags: u64, mask: u64, selectors: u32, rax: u64, rsp: u64) {
             let Ok(kvm) = host::open() else { return Ok(()) };
@@ -297,8 +298,8 @@ mod tests {
             prop_assert_eq!(changes(&done), changes(&theirs));
         }
 
-        /// An emulated SYSRET has the same effect as the processor's for any RCX and R11. Undefined
-        /// flags and the trap flag are not loaded.
+        /// An emulated SYSRET has the same effect as one that the processor executes, for any
+        /// values of RCX and R11. Undefined flags and the trap flag are not loaded.
         #[test]
         fn emulated_sysret_matches_processor(flags: u64, selectors: u32, rax: u64) {
             let Ok(kvm) = host::open() else { return Ok(()) };
@@ -359,8 +360,8 @@ mod tests {
         );
     }
 
-    /// An instruction that would fault is left to the processor with all registers unchanged:
-    /// disabled system calls, code that is not 64-bit, or a return to an address outside user
+    /// An instruction that would fault is not emulated, and no register changes. Faults occur if
+    /// system calls are disabled, the code is not 64-bit, or the return address is outside user
     /// space.
     #[test]
     fn faulting_system_call_is_not_emulated() {

@@ -24,15 +24,15 @@ const NOTHING: PrivilegeLevels = PrivilegeLevels {
     kernel: false,
 };
 const HLT: u8 = 0xf4;
-/// Upper limit of loop iterations for the test programs.
+/// Maximum number of entries for one test program.
 const MAX_ITERATIONS: usize = 20_000;
 
-/// A code sequence and its retired events: instructions, branches, taken branches, conditional
-/// branches, loads, stores.
+/// A code sequence and the events that it retires: instructions, branches, taken branches,
+/// conditional branches, loads and stores.
 type CodeSequence = (&'static [u8], [u32; 6]);
 
-/// Code sequences of the test programs. To access memory, they use `DATA` (0x9000), or 0x2_0000,
-/// where there is no memory and an access exits.
+/// Code sequences from which test programs are composed. They access memory at `DATA` (0x9000), or
+/// at 0x2_0000, where there is no memory, so that the access exits.
 const PIECES: [CodeSequence; 18] = [
     (&[0x90], [1, 0, 0, 0, 0, 0]),                                     // nop
     (&[0xb8, 1, 0, 0, 0], [1, 0, 0, 0, 0, 0]),                         // mov eax, 1
@@ -74,7 +74,7 @@ fn counts(
     }
 }
 
-/// A vCPU at CPL 0 with a stepper.
+/// A vCPU at CPL 0 that is single-stepped without the run loop.
 struct SteppedVcpu {
     vcpu: ArmedVcpu,
     _slots: MemorySlots,
@@ -82,15 +82,15 @@ struct SteppedVcpu {
     stepper: Stepper,
     debug: GuestDebug,
     retired: RetiredCounts,
-    /// Number of retired instructions at which a counter overflows.
+    /// Number of retired instructions after which a counter overflows.
     overflow: u32,
-    /// RIP when the counter overflowed; `None` before the overflow.
+    /// RIP at the overflow of the counter; `None` before the overflow.
     overflowed_at: Option<u64>,
-    /// Number of KVM_RUN calls.
+    /// Number of calls of KVM_RUN.
     entries: u64,
-    /// `true` if steps and straight-line runs may have an unknown outcome.
+    /// `true` if the test expects steps or straight-line runs with an unknown outcome.
     may_lose: bool,
-    /// Ports and addresses of the handled exits.
+    /// I/O port or address of each exit that was handled.
     exits: Vec<u64>,
 }
 
@@ -99,7 +99,7 @@ impl SteppedVcpu {
         Self::with(code, true)
     }
 
-    /// Creates the guest, with straight-line runs if this KVM supports them and `runs` is set.
+    /// Creates the guest. Uses straight-line runs if `runs` is set and this KVM supports them.
     fn with(code: &[u8], runs: bool) -> Option<Self> {
         let Ok(kvm) = host::open() else {
             eprintln!("SKIP: there is no KVM here");
@@ -151,7 +151,7 @@ impl SteppedVcpu {
         self.stepper.prepare(fd, debug, levels, &room).unwrap()
     }
 
-    /// Returns `true` if this KVM and this stepper use straight-line runs.
+    /// Returns `true` if straight-line runs are used.
     fn has_runs(&self) -> bool {
         if !self.stepper.has_runs {
             eprintln!("SKIP: this KVM has no hardware breakpoints at CPL 0, or does not emulate it");
@@ -159,7 +159,7 @@ impl SteppedVcpu {
         self.stepper.has_runs
     }
 
-    /// Iterates the vCPU loop until the vCPU is before `end` or halted.
+    /// Runs the vCPU until it reaches `end` or halts.
     fn run(&mut self, levels: PrivilegeLevels, end: u64) {
         for _ in 0..MAX_ITERATIONS {
             if let Some(step) = self.stepper.settle(&self.vcpu).unwrap() {

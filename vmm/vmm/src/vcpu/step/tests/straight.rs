@@ -4,15 +4,15 @@ use kvm_bindings::kvm_dtable;
 
 use super::*;
 
-/// Addresses of the descriptor tables of guests with exception handlers.
+/// Address of the guest's global descriptor table.
 const GDT: u64 = 0xa000;
 const IDT: u64 = 0xb000;
 const HANDLER: u64 = 0xc000;
-/// Lowest unmapped linear address.
+/// Lowest linear address that is not mapped.
 const NO_PAGE: u32 = 0x20_0000;
 
-/// Returns a loop of `body` executed `times` times, followed by HLT. Adds three instructions to
-/// those of the body, two of them inside the loop.
+/// Returns code that executes `body` `times` times and then HLT. The loop itself has three
+/// instructions: one before it and two in each iteration.
 fn looped(body: &[u8], times: u32) -> Vec<u8> {
     let back = -i8::try_from(body.len() + 4).unwrap();
     // mov ecx, times; body; dec ecx; jnz body; hlt
@@ -83,8 +83,8 @@ fn overflow_is_reported_at_its_instruction() {
     }
 }
 
-/// If a signal interrupts the vCPU within a straight-line run, the instructions before the vCPU's
-/// position count as executed. At the beginning of the run, these are none.
+/// If a signal interrupts a straight-line run, the instructions before the vCPU's position count as
+/// executed.
 #[test]
 fn signal_within_run_accounts_retired_instructions() {
     let code = [&[0x50; 9][..], &[HLT]].concat();
@@ -190,9 +190,9 @@ fn run_extends_across_page_boundary() {
     }
 }
 
-/// Installs descriptor tables in which each exception has its own handler. A handler skips RBX
-/// bytes and resumes. It executes seven instructions, with one branch (IRET), one load and one
-/// store in each of INC and ADD, and the load of IRET.
+/// Gives each exception of the guest its own handler, which skips RBX bytes of code and resumes. A
+/// handler executes seven instructions: one branch (IRET), a load and a store each in INC and ADD,
+/// and the load of IRET.
 fn give_handlers(stepped: &SteppedVcpu) {
     let write = |at: u64, bytes: &[u8]| stepped.memory.write_slice(bytes, GuestAddress(at)).unwrap();
     for (n, descriptor) in [0u64, 0x00af_9b00_0000_ffff, 0x00cf_9300_0000_ffff]
