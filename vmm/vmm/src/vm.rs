@@ -60,14 +60,15 @@ pub struct Vm {
     ram: GuestRam,
     again: Option<RestartContext>,
     snapshots: Arc<VmSnapshotInputs>,
-    /// Present vCPUs of a restored VM, with the parts of their state that the VMM keeps.
+    /// Present vCPUs of a restored VM, and the saved PMU state of each; `None` if the VM was not
+    /// restored.
     restored: Option<(VcpuSet, Vec<(u8, SavedVcpuPmu)>)>,
     free_breakpoints: usize,
 }
 
-/// Inputs for building a VM.
+/// Inputs with which [`Vm::boot`] and [`Vm::restore`] build a VM.
 pub struct VmBuildInputs<'a> {
-    /// KVM resources whose creation was started before the VM is built.
+    /// KVM resources whose creation has already been started.
     pub begun: BackgroundKvmSetup,
     /// Handle of /dev/kvm.
     pub kvm: &'a Kvm,
@@ -75,9 +76,9 @@ pub struct VmBuildInputs<'a> {
     pub config: &'a VmConfig,
     /// Virtio devices in the order of their PCI device numbers.
     pub devices: Vec<Box<dyn VirtioDevice>>,
-    /// Result of probing the host's perf events.
+    /// Properties of the host's perf events.
     pub probe: &'a HostProbe,
-    /// Receiver of the serial port's output.
+    /// Writer for the output of the serial port.
     pub console: Box<dyn Write + Send>,
 }
 
@@ -104,8 +105,8 @@ impl Vm {
         })
     }
 
-    /// Does the same as [`Vm::new`], with KVM resources whose creation was started earlier. Joins
-    /// the threads that create them.
+    /// Builds the machine and loads the guest, like [`Vm::new`], with KVM resources whose creation
+    /// has already been started. Waits until these exist.
     ///
     /// # Errors
     /// Returns a [`VmError`] with the problem and the remedy in one line.
@@ -113,9 +114,9 @@ impl Vm {
         Self::build(parts, None)
     }
 
-    /// Builds the machine and restores the guest from a snapshot or from another process. The
-    /// guest's kernel and the reset policy of the configuration are not used, and a reset by the
-    /// guest stops the VM.
+    /// Builds the machine and restores the guest from a snapshot or from another process. Ignores
+    /// the guest's kernel and the reset policy in the configuration. A reset by the guest stops the
+    /// VM.
     ///
     /// # Errors
     /// Returns a [`VmError`] with the problem and the remedy in one line.
@@ -272,13 +273,13 @@ impl Vm {
         self.on_first_entry = Some(f);
     }
 
-    /// Leaves a restored VM paused when it starts.
+    /// Makes [`Vm::start`] leave a restored VM paused.
     pub fn start_paused(&mut self) {
         self.start = StartState::Paused;
     }
 
-    /// Makes [`Vm::start`] leave a restored VM paused and its devices stopped until
-    /// [`RunningVm::take_over`].
+    /// Makes [`Vm::start`] leave a restored VM paused and its devices stopped, until
+    /// [`RunningVm::take_over`] is called.
     pub fn start_held(&mut self) {
         self.start = StartState::Held;
     }
@@ -357,8 +358,8 @@ pub struct RunningVm {
 }
 
 impl RunningVm {
-    /// Starts the devices and the vCPUs of a VM that was started after [`Vm::start_held`]. No other
-    /// process may be running the VM any more. If `paused` is set, the vCPUs stay paused.
+    /// Starts the devices and vCPUs of a VM that [`Vm::start_held`] has prepared. The VM must not
+    /// run in another process any more. If `paused` is set, the vCPUs stay paused.
     pub fn take_over(&self, paused: bool) {
         if let Some(pci) = self.bus.pci() {
             save::report_claims(pci.claim());
@@ -378,7 +379,7 @@ impl RunningVm {
         &self.bus
     }
 
-    /// Returns the PMU of the VM with its perf core, which serves operators and the guest.
+    /// Returns the PMU of the VM, with the perf core that counts for operators and the guest.
     pub fn pmu(&self) -> &Arc<VmPmu> {
         &self.pmu
     }
@@ -398,18 +399,19 @@ impl RunningVm {
         &self.symbols
     }
 
-    /// Returns the restarter that handles guest resets. Returns `None` if restarts are not
-    /// configured or the restarter was already taken.
+    /// Returns the handler of guest resets. Returns `None` if the VM does not restart after resets,
+    /// or if the handler was already taken.
     pub fn take_restarter(&mut self) -> Option<GuestResetHandler> {
         self.restarter.take()
     }
 
-    /// Returns the number of hardware breakpoints that RDPMC emulation leaves free.
+    /// Returns the number of hardware breakpoints that a debugger can use, because RDPMC emulation
+    /// does not need them.
     pub fn free_breakpoints(&self) -> usize {
         self.free_breakpoints
     }
 
-    /// Returns the parts of the VM that a snapshot reads.
+    /// Returns the parts of the VM that a snapshot needs.
     pub fn snapshots(&self) -> &Arc<VmSnapshotInputs> {
         &self.snapshots
     }
@@ -419,7 +421,7 @@ impl RunningVm {
         &self.registry
     }
 
-    /// Returns the kicker that makes every vCPU check its run state.
+    /// Returns the kicker, with which every vCPU can be made to check its run state.
     pub fn kicker(&self) -> &Kicker {
         self.registry.kicker()
     }

@@ -36,30 +36,31 @@ pub struct VmConfig {
     pub memory_kind: MemoryBackingConfig,
     /// Configuration of the PMU.
     pub pmu: PmuConfig,
-    /// Events that can be counted with the PMU's backing (source of the counts).
+    /// Events that can be counted with the backing (source of the counts) of the guest's PMU.
     pub backability: ArchEventSet,
     /// Properties of KVM's own vPMU, if the guest uses it.
     pub own_pmu: Option<KvmPmuCapabilities>,
-    /// Handling of RDPMC in the kernel's text.
+    /// How RDPMC instructions in the kernel's code are handled.
     pub rdpmc: RdpmcMode,
-    /// `true` to hide uncountable events from perf in the guest by editing the tables of its
-    /// kernel.
+    /// `true` to remove events that cannot be counted from the event tables of the guest's kernel,
+    /// so that perf in the guest does not offer them.
     pub hide_uncounted: bool,
     /// Debugger support, or `None` if no debugger may connect.
     pub debugger: Option<DebuggerConfig>,
-    /// vCPUs pinned to host CPUs.
+    /// Pinning of vCPUs to host CPUs.
     pub pins: VcpuPinning,
     /// `true` if the guest may use nested virtualisation.
     pub nested: bool,
-    /// Action on a reset of the machine by its guest.
+    /// What happens when the guest resets the machine.
     pub on_reset: ResetPolicy,
     /// Policy for polling while a vCPU is halted.
     pub halt_polling: HaltPolling,
     /// `true` if the guest can terminate the VM through the debug-exit port.
     pub debug_exit: bool,
-    /// Reader of the running guest kernel's data structures, for operators.
+    /// Reader of the guest kernel's symbols and tables, for operators; `None` if they are never
+    /// read.
     pub kernel_reader: Option<Arc<KernelReader>>,
-    /// Family, model and stepping of the processors, if not the default.
+    /// Family, model and stepping in the guest's CPUID; `None` for the default.
     pub cpu_signature: Option<CpuSignature>,
 }
 
@@ -92,15 +93,15 @@ impl VmConfig {
     }
 }
 
-/// Polling time of a halted vCPU before its thread sleeps. Polling consumes CPU time of the vCPU
-/// thread, which the clock backing counts as guest cycles, but reduces the latency of device
-/// interrupts.
+/// Time that a halted vCPU polls for a wake-up before its thread sleeps. Polling reduces the
+/// latency of device interrupts, but uses CPU time of the vCPU thread, which the clock backing
+/// counts as guest cycles.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum HaltPolling {
-    /// The host's default if only the host's PMU counts, otherwise no polling.
+    /// The host's default if only the host's PMU counts for the guest, and no polling otherwise.
     #[default]
     Auto,
-    /// The parameter of KVM's module (`/sys/module/kvm/parameters/halt_poll_ns`).
+    /// The default of KVM on this host (`/sys/module/kvm/parameters/halt_poll_ns`).
     Host,
     /// Maximum polling time in nanoseconds.
     AtMost(u32),
@@ -130,7 +131,8 @@ impl FromStr for HaltPolling {
 }
 
 impl HaltPolling {
-    /// Returns the limit to set in KVM in nanoseconds, or `None` to keep KVM's default.
+    /// Returns the maximum polling time to set in KVM, in nanoseconds, or `None` to keep KVM's
+    /// default.
     pub(super) fn limit_ns(self, policy: BackingPolicy) -> Option<u32> {
         match self {
             Self::AtMost(ns) => Some(ns),
@@ -142,7 +144,7 @@ impl HaltPolling {
     }
 }
 
-/// Debugger support of a VM.
+/// Parameters of debugger support.
 #[derive(Clone, Copy, Debug)]
 pub struct DebuggerConfig {
     /// `true` if no vCPU runs before a debugger connects.

@@ -46,7 +46,7 @@ pub enum VmError {
     /// KVM's own vPMU does not support the event filter.
     #[error(transparent)]
     Filter(#[from] KvmEventFilterError),
-    /// Events that count guests use the host's PMU, which KVM's mediated vPMU needs exclusively.
+    /// KVM's mediated vPMU needs the host's PMU exclusively, but events that count guests use it.
     #[error(
         "--backing kvm: KVM's mediated vPMU needs the host's PMU exclusively, but other events \
          count guests; end them (the NMI watchdog: sysctl kernel.nmi_watchdog=0; perf on the host; \
@@ -67,7 +67,7 @@ pub enum VmError {
     /// A KVM call failed.
     #[error(transparent)]
     Kvm(#[from] KvmIoctlError),
-    /// The kernel file was replaced by one that needs a different machine.
+    /// After a reset, the kernel file has a different format than at the start of the VM.
     #[error("the kernel has a different format than at the start of the VM; start a new VM")]
     OtherKernel,
     /// The PCI bus cannot be created for the devices.
@@ -79,7 +79,7 @@ pub enum VmError {
     /// The VM cannot be restored from a snapshot.
     #[error("--restore")]
     Restore(#[from] RestoreError),
-    /// Another system call failed.
+    /// A system call failed.
     #[error("{0} failed")]
     Os(&'static str, #[source] io::Error),
 }

@@ -1,4 +1,5 @@
-//! Checks that a VM can be restored on this host, before the source pauses it.
+//! Checks that a VM can be restored on this host. The check is made before the source pauses the
+//! VM.
 
 use snapshot::state::SavedMachine;
 
@@ -10,9 +11,9 @@ use super::restore::{RestoreError, check_cpuid, is_same_tsc};
 use crate::kvm::cpuid;
 use crate::kvm::host::Kvm;
 
-/// Checks the PMU, the TSC frequency and the CPUID of the machine that `saved` describes. Its
-/// registers and memory are not needed. `config` is the configuration with which the machine will
-/// be restored.
+/// Checks that this host provides the PMU, the TSC frequency and the CPUID table that `saved`
+/// describes. The registers and memory in `saved` are not needed. `config` is the configuration
+/// with which the VM will be restored.
 ///
 /// # Errors
 /// Returns the [`RestoreError`] that the restore would return, and an error if a KVM call fails.

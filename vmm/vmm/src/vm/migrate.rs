@@ -1,6 +1,6 @@
-//! Memory of a VM that moves to another host while its guest runs.
+//! Reads the memory of a VM that moves to another host, while its guest runs.
 //!
-//! The client drives an [`OutgoingMigration`] in the same way as a
+//! The client drives an [`OutgoingMigration`] with requests, as it drives a
 //! [`VmSnapshot`](super::save::VmSnapshot):
 //!
 //! 1. [`OutgoingMigration::begin`] starts tracking memory. [`OutgoingMigration::machine`] describes
@@ -23,44 +23,48 @@ use vm_memory::Bytes as _;
 use super::save::{SnapshotError, VmSnapshotInputs, saved_filter};
 use crate::memory::dirty::{DirtyPages, PAGE_BYTES};
 
-/// Size in bytes at which a [`DirtyPiece`] is complete. A piece exceeds it by at most one chunk.
+/// Size in bytes of the read memory at which a [`DirtyPiece`] is complete. The last chunk may
+/// exceed the size.
 const PIECE_BYTES: u64 = 2 << 20;
-/// Number of ranges at which a [`DirtyPiece`] is complete. Ranges of the last chunk may exceed it.
+/// Number of ranges at which a [`DirtyPiece`] is complete. The last chunk may exceed the number.
 const MAX_RANGES: usize = 1024;
-/// Limits of one [`OutgoingMigration::read_memory`], because each call delays the main loop: number
-/// of chunks that it examines, and number of read bytes after which it ends.
+/// Maximum number of chunks that one [`OutgoingMigration::read_memory`] examines. Each call delays
+/// the main loop.
 const MAX_CHUNKS: u32 = 256;
+/// Number of read bytes after which one [`OutgoingMigration::read_memory`] ends. Each call delays
+/// the main loop.
 const MAX_READ_BYTES: u64 = 16 << 20;
 /// A page of zeros.
 static ZERO_PAGE: [u8; 4096] = [0; 4096];
 
-/// Dirty memory that one call of [`OutgoingMigration::read_memory`] returns, a part of a round.
+/// Memory that was written, as returned by one call of [`OutgoingMigration::read_memory`].
 #[derive(Debug, Default)]
 pub struct DirtyPiece {
-    /// Ranges with contents: offset in RAM and length, in bytes.
+    /// Ranges of RAM whose contents are in `data`: offset in RAM and length, in bytes.
     pub pages: Vec<(u64, u64)>,
-    /// Ranges that consist of zeros and may have had other contents before.
+    /// Ranges of RAM that consist of zeros now and may have had other contents before: offset in
+    /// RAM and length, in bytes.
     pub zeros: Vec<(u64, u64)>,
-    /// Contents of `pages`.
+    /// Contents of the ranges in `pages`.
     pub data: Vec<u8>,
     /// Offset in RAM at which the next piece begins; the size of RAM at the end of the round.
     pub next: u64,
 }
 
-/// Memory tracking of a VM that is about to move.
+/// Tracking of written memory, for a VM that is about to move.
 #[derive(Debug)]
 pub struct OutgoingMigration {
     source: Arc<VmSnapshotInputs>,
     options: BTreeMap<String, String>,
     dirty: DirtyPages,
-    /// Offset in RAM at which the next piece of the round begins.
+    /// Offset in RAM at which the next piece of the current round begins.
     next: u64,
-    /// `true` if the VM was paused for a snapshot at the beginning of the round.
+    /// `true` if the VM was already paused when the current round began.
     is_last_round: bool,
 }
 
 impl OutgoingMigration {
-    /// Starts tracking the memory of the VM. `options` are the options of the command line that
+    /// Starts tracking the memory of the VM. `options` contains the command-line options that
     /// determine the machine.
     ///
     /// # Errors
@@ -85,7 +89,7 @@ impl OutgoingMigration {
         })
     }
 
-    /// Returns a state file with the properties of the machine, but without its state.
+    /// Returns a state file that describes the machine, without the state of its parts.
     ///
     /// # Errors
     /// Returns [`SnapshotError::Format`] if it is too large.
@@ -133,9 +137,9 @@ impl OutgoingMigration {
         self.source.ram.size_bytes()
     }
 
-    /// Returns the next piece of a round. `is_paused` states whether the VM is paused by a snapshot
-    /// that already has the states of vCPUs and devices. A page that was written, but consisted of
-    /// zeros before and still does, may be omitted.
+    /// Returns the next piece of a round, which begins at `offset`. `is_paused` states whether the
+    /// VM is paused and the states of its vCPUs and devices have been saved. Pages that were zero
+    /// and were written with zeros may be omitted.
     ///
     /// # Errors
     /// Returns [`SnapshotError::Order`] unless `offset` is 0 or the end of the preceding piece, and
@@ -162,7 +166,8 @@ impl OutgoingMigration {
         Ok(piece)
     }
 
-    /// Adds the dirty pages of a chunk to `piece`. Returns the number of bytes that were read.
+    /// Adds the dirty pages of the chunk at `offset` to `piece`. Returns the number of bytes that
+    /// were read.
     fn read_chunk(&mut self, offset: u64, piece: &mut DirtyPiece) -> Result<u64, SnapshotError> {
         let dirty = self.dirty.take(offset)?;
         let ram = &self.source.ram;
@@ -180,7 +185,7 @@ impl OutgoingMigration {
         Ok(read)
     }
 
-    /// Returns whether all memory has been read since the VM was paused.
+    /// Returns whether a whole round was read after the VM was paused.
     #[must_use]
     pub fn is_complete(&self) -> bool {
         self.is_last_round && self.next == self.memory_bytes()
@@ -192,9 +197,9 @@ impl DirtyPiece {
         self.data.len() as u64 >= PIECE_BYTES || self.pages.len() + self.zeros.len() >= MAX_RANGES
     }
 
-    /// Removes the zero pages from the end of `data`, from index `start` on, and records the
-    /// offsets in RAM of the remaining pages in `pages`. The page at `start` is at `offset` in RAM.
-    /// If `needs_zeros` is set, also records the offsets of the zero pages in `zeros`.
+    /// Removes the pages that consist of zeros from `data`, starting at index `start`. Records the
+    /// offsets in RAM of the remaining pages in `pages` and, if `needs_zeros` is set, those of the
+    /// removed pages in `zeros`. The page at index `start` is at `offset` in RAM.
     fn keep_pages(&mut self, start: usize, offset: u64, needs_zeros: bool) {
         let mut kept = start;
         let mut at = start;
@@ -214,8 +219,8 @@ impl DirtyPiece {
     }
 }
 
-/// Adds the page at `offset` to `ranges`: extends the last range if it is adjacent and smaller than
-/// a chunk, and otherwise adds a range.
+/// Adds the page at `offset` to `ranges`. Extends the last range if the page follows it and the
+/// range is smaller than a chunk; otherwise adds a range.
 fn extend(ranges: &mut Vec<(u64, u64)>, offset: u64) {
     match ranges.last_mut() {
         Some((start, bytes)) if *start + *bytes == offset && *bytes < CHUNK_BYTES => *bytes += PAGE_BYTES,
@@ -238,7 +243,8 @@ mod tests {
         0xFF, 0x05, 0x00, 0x00, 0x88, 0x00, 0xFF, 0x05, 0x00, 0x00, 0xA8, 0x00, 0xEB, 0xF2,
     ];
 
-    /// Copies the pieces of a round to `copy`, and returns the number of bytes.
+    /// Reads all pieces of a round and copies their contents to `copy`. Returns the number of bytes
+    /// in the pieces.
     fn copy_round(migration: &mut OutgoingMigration, copy: &GuestRam, is_paused: bool) -> u64 {
         let (mut offset, mut sent) = (0, 0);
         while offset < migration.memory_bytes() {
@@ -273,8 +279,8 @@ mod tests {
         snapshot
     }
 
-    /// The copied memory equals that of the paused VM, even if the guest has written between the
-    /// rounds.
+    /// After the last round, the copied memory equals that of the paused VM, even if the guest has
+    /// written between the rounds.
     #[test]
     fn rounds_add_up_to_the_memory_of_the_paused_vm() {
         let Some(vm) = testing::vm(&COUNT, |_| ()) else {

@@ -1,8 +1,8 @@
 //! Starts slow KVM operations in the background, before the machine is built.
 //!
-//! KVM spends most of the time waiting for RCU grace periods, both for the interrupt controllers
-//! and the timer of a VM and for the VM of the probe. Threads wait for these operations while the
-//! main thread loads and checks the guest.
+//! KVM waits for RCU grace periods when it creates the interrupt controllers and the timer of a VM,
+//! and when it destroys the VM of the probe. These waits take most of the time. Threads perform the
+//! operations while the main thread loads and checks the guest.
 
 use std::io;
 use std::thread::{Builder, JoinHandle};
@@ -14,10 +14,11 @@ use crate::kvm::execution;
 use crate::kvm::host::{self, Kvm, KvmHostError};
 use crate::kvm::vm_fd::VmFd;
 
-/// Stack size of the threads in bytes.
+/// Stack size of a background thread in bytes.
 const STACK: usize = 256 << 10;
 
-/// Pending creation of a VM and pending probe of KVM. Dropping it joins the threads.
+/// A VM that is being created and a probe of KVM that is being made, each by a background thread.
+/// Dropping this value waits for the threads.
 #[derive(Debug)]
 pub struct BackgroundKvmSetup {
     vm: Option<JoinHandle<Result<VmFd, MakeError>>>,
@@ -43,7 +44,7 @@ impl From<MakeError> for VmError {
 }
 
 impl BackgroundKvmSetup {
-    /// Starts the threads, which inherit the caller's signal mask.
+    /// Starts the background threads, which inherit the signal mask of the caller.
     #[must_use]
     pub fn now() -> Self {
         // A missing thread is not an error. The operation is then performed where its result is
@@ -59,7 +60,7 @@ impl BackgroundKvmSetup {
         }
     }
 
-    /// Creates a setup without threads. The operations are then performed when their results are
+    /// Creates a setup without background threads. Each operation is performed when its result is
     /// needed.
     pub(super) fn none() -> Self {
         Self {
@@ -68,7 +69,8 @@ impl BackgroundKvmSetup {
         }
     }
 
-    /// Returns the VM with its interrupt controllers and timer, but without memory and vCPUs.
+    /// Returns the VM, with interrupt controllers and timer, but without memory and vCPUs. Waits
+    /// for the background thread, or creates the VM if there is none.
     pub(super) fn take_vm(&mut self, kvm: &Kvm) -> Result<VmFd, VmError> {
         let made = self.vm.take().and_then(|thread| thread.join().ok());
         Ok(made.unwrap_or_else(|| make(kvm))?)

@@ -1,5 +1,5 @@
-//! Derives settings from the configuration of a VM, and uses them to create the PMU, the vCPUs, the
-//! PCI bus and the RDPMC emulation of the VM.
+//! Derives settings from the configuration of a VM. Creates the PMU, the vCPUs, the PCI bus and the
+//! RDPMC emulation of the VM with these settings.
 
 use std::io::{self, Write};
 use std::sync::Arc;
@@ -47,8 +47,8 @@ use crate::vcpu::debugger::Debugger;
 use crate::vcpu::factory::{RdpmcConfig, StepperConfig, VcpuFactory};
 use crate::vcpu::kvm_vcpu::KvmVcpu;
 
-/// Environment variable that makes the exact backing step every instruction instead of executing
-/// straight-line runs in one entry, to compare the two methods.
+/// Environment variable that disables the straight-line runs of the exact backing, so that every
+/// instruction is single-stepped. For comparing the two methods.
 const WITHOUT_RUNS: &str = "PERFVISOR_EXACT_WITHOUT_RUNS";
 
 /// Settings derived from a VM configuration.
@@ -60,20 +60,21 @@ pub(super) struct VmPlan<'a> {
     pub(super) traps: bool,
     /// `true` if RDPMC instructions in the kernel's text are replaced.
     pub(super) replaces: bool,
-    /// `true` if counters are backed by single-stepping.
+    /// `true` if the exact backing is used, which counts by single-stepping.
     pub(super) stepped: bool,
 }
 
-/// Inputs for configuring KVM's vCPUs.
+/// Inputs with which the vCPUs of a VM are created in KVM.
 pub(super) struct VcpuParts<'a> {
     pub(super) supported: CpuId,
     pub(super) model: PmuModel,
     pub(super) gate: bool,
     pub(super) pmu: &'a VmPmu,
     pub(super) loaded: &'a LoadedGuest,
-    /// TSC frequency that a restored guest has measured or read, in kHz.
+    /// TSC frequency in kHz of the machine from which a VM is restored; `None` if the VM is not
+    /// restored.
     pub(super) saved_tsc_khz: Option<u32>,
-    /// `true` if CPUID enumerates KVM's steal time record.
+    /// `true` if the CPUID table reports stolen time to the guest.
     pub(super) shows_steal_time: bool,
 }
 
@@ -101,7 +102,7 @@ impl<'a> VmPlan<'a> {
         }
     }
 
-    /// Returns the vCPU factory for the loaded guest.
+    /// Returns the factory that creates the vCPUs of the loaded guest.
     #[expect(
         clippy::too_many_arguments,
         reason = "all of the machine's parts come together here"
@@ -175,7 +176,8 @@ impl<'a> VmPlan<'a> {
         }
     }
 
-    /// Returns the RDPMC addresses that are emulated with hardware breakpoints.
+    /// Returns the linear addresses of the RDPMC instructions that are emulated with hardware
+    /// breakpoints.
     pub(super) fn breakpoints(&self, loaded: &LoadedGuest) -> Result<Vec<u64>, HardwareBreakpointError> {
         if self.config.rdpmc == RdpmcMode::Hwbp && self.traps {
             hwbp::addresses(&loaded.rdpmc_sites, self.config.pmu.stepping.breakpoints)
@@ -199,7 +201,7 @@ impl<'a> VmPlan<'a> {
         Ok(())
     }
 
-    /// Hides uncountable events in the tables of a loaded Linux kernel.
+    /// Hides events that cannot be counted in the event tables of a loaded Linux kernel.
     pub(super) fn hide_uncounted(&self, uncounted: &UncountableEvents, loaded: &LoadedGuest, ram: &GuestRam) {
         if self.has_pmu && needs_full_kvm(&loaded.kind) {
             uncounted.tell(&uncounted.hide(ram.memory(), &loaded.event_tables));
@@ -207,8 +209,8 @@ impl<'a> VmPlan<'a> {
         }
     }
 
-    /// Checks that the guest's kernel can read its counters. Linux reads them only with RDPMC at
-    /// CPL 0. KVM's RDPMC supports no counters once KVM's own vPMU is disabled.
+    /// Checks that the guest's kernel can read its counters. Linux reads counters only with RDPMC
+    /// at CPL 0, which KVM does not support for the guest while its own vPMU is disabled.
     pub(super) fn check_rdpmc(&self, kind: &KernelFormat) -> Result<(), VmError> {
         let unserved = self.traps && self.config.rdpmc == RdpmcMode::Off;
         if unserved && needs_full_kvm(kind) {
@@ -217,8 +219,8 @@ impl<'a> VmPlan<'a> {
         Ok(())
     }
 
-    /// Returns the CPUID leaves that KVM supports for this VM, and the PMU model adjusted to the
-    /// features of the processor.
+    /// Returns the CPUID leaves that KVM supports for this VM. Also returns the PMU model, which
+    /// depends on some of these features.
     pub(super) fn processor(&self, kvm: &Kvm) -> Result<(CpuId, PmuModel), VmError> {
         let mut supported = cpuid::supported(kvm)?;
         let execution = execution::probe(kvm)?;
@@ -234,7 +236,7 @@ impl<'a> VmPlan<'a> {
         Ok((supported, model))
     }
 
-    /// Returns the properties of the machine that must be identical when a snapshot is restored.
+    /// Returns the properties of this machine that a machine must have to restore its snapshots.
     pub(super) fn shape(&self, model: PmuModel, gate: bool, vcpus: &[KvmVcpu]) -> MachineShape {
         MachineShape {
             vcpus_at_start: self.config.cpus.present(),
@@ -246,7 +248,7 @@ impl<'a> VmPlan<'a> {
         }
     }
 
-    /// Returns the options with which no snapshot can be taken.
+    /// Returns the options of this VM with which no snapshot can be taken.
     pub(super) fn unsupported_in_snapshot(&self) -> Vec<&'static str> {
         let config = self.config;
         let options = [
@@ -262,7 +264,8 @@ impl<'a> VmPlan<'a> {
         used.map(|(option, _)| option).collect()
     }
 
-    /// Returns the VM with its in-kernel devices.
+    /// Returns the VM that was created in the background, with KVM's own vPMU disabled unless the
+    /// guest uses it.
     pub(super) fn take_vm(&self, kvm: &Kvm, begun: &mut BackgroundKvmSetup) -> Result<Arc<VmFd>, VmError> {
         let fd = Arc::new(begun.take_vm(kvm)?);
         if self.config.own_pmu.is_none() && !host::disable_kvm_vpmu(kvm, &fd)? {
@@ -271,8 +274,7 @@ impl<'a> VmPlan<'a> {
         Ok(fd)
     }
 
-    /// Creates the PMU of the VM, and configures which accesses to PMU registers KVM forwards to
-    /// it.
+    /// Creates the PMU of the VM. Sets up which accesses to PMU registers exit to it.
     pub(super) fn make_pmu(
         &self,
         kvm: &Kvm,
@@ -339,7 +341,7 @@ impl<'a> VmPlan<'a> {
         Ok(bus)
     }
 
-    /// Adds a PCI bus with `devices`, if the guest's tables describe one.
+    /// Adds a PCI bus with `devices`, if the guest's ACPI tables describe one.
     pub(super) fn add_pci(
         bus: DeviceBus,
         devices: Vec<Box<dyn VirtioDevice>>,
@@ -359,9 +361,9 @@ impl<'a> VmPlan<'a> {
         Ok(bus.with_pci(pci))
     }
 
-    /// Returns whether RDPMC that was not replaced is emulated at the guest's #GP handler. This
-    /// requires a free breakpoint and a KVM on which RDPMC faults. For kernels other than Linux,
-    /// the user must request it.
+    /// Returns whether RDPMC instructions that were not replaced are emulated at the guest's #GP
+    /// handler. This requires a free hardware breakpoint and a KVM on which RDPMC faults. For a
+    /// kernel other than Linux, the operator must also have requested it.
     pub(super) fn has_gate(
         &self,
         kvm: &Kvm,
@@ -378,9 +380,9 @@ impl<'a> VmPlan<'a> {
         Ok(faults && !self.stepped && breakpoints < BREAKPOINTS)
     }
 
-    /// Makes a Linux kernel withdraw `cap_user_rdpmc` if RDPMC in programs is not emulated, so that
-    /// programs that respect it read counters with read(2). Returns `true` if the kernel was
-    /// changed.
+    /// Makes a Linux kernel report that programs may not use RDPMC (`cap_user_rdpmc`), if RDPMC in
+    /// programs is not emulated. Programs that respect this read counters with read(2) instead.
+    /// Returns `true` if the kernel was changed.
     pub(super) fn withdraw_user_rdpmc(&self, gate: bool, loaded: &LoadedGuest, ram: &GuestRam) -> bool {
         if gate || !self.traps || !needs_full_kvm(&loaded.kind) {
             return false;
@@ -391,8 +393,8 @@ impl<'a> VmPlan<'a> {
         ram.memory().read_obj::<u32>(at).ok() == Some(1) && ram.memory().write_obj(0u32, at).is_ok()
     }
 
-    /// Logs that RDPMC in the programs of a Linux guest is not emulated, and whether the kernel
-    /// advertises it.
+    /// Logs that RDPMC in programs of a Linux guest is not emulated, and whether the kernel
+    /// nevertheless reports that programs may use it.
     pub(super) fn log_user_rdpmc(&self, gate: bool, loaded: &LoadedGuest, withdrawn: bool) {
         if gate || !self.traps || !needs_full_kvm(&loaded.kind) {
             return;
@@ -410,7 +412,7 @@ impl<'a> VmPlan<'a> {
         log::warn!("programs of the guest that use RDPMC {effect}; {remedy}");
     }
 
-    /// Returns the properties of the machine that determine CPUID.
+    /// Returns the properties of the guest's vCPUs from which the CPUID table is built.
     pub(super) fn guest_cpuid<'m>(
         &'m self,
         model: &'m PmuModel,
@@ -433,7 +435,7 @@ impl<'a> VmPlan<'a> {
         }
     }
 
-    /// Creates and configures KVM's vCPU `id`.
+    /// Creates vCPU `id` in KVM and configures it.
     pub(super) fn make_vcpu(
         &self,
         kvm: &Kvm,
@@ -475,7 +477,7 @@ impl<'a> VmPlan<'a> {
         Ok(KvmVcpu::new(id, vcpu, tsc_khz, table, first))
     }
 
-    /// Returns the events to hide from the guest's kernels, because they cannot be counted.
+    /// Returns the events to hide from the guest's kernel, because they cannot be counted.
     pub(super) fn uncounted(&self, probe: &HostProbe) -> UncountableEvents {
         let VmConfig { pmu, backability, .. } = self.config;
         let hides = self.config.hide_uncounted;
@@ -489,7 +491,7 @@ impl<'a> VmPlan<'a> {
         UncountableEvents::new(pmu.model.vendor(), Box::new(countable), hides)
     }
 
-    /// Returns the configuration of RDPMC emulation, or `None` if the VMM does not emulate RDPMC.
+    /// Returns the parameters of RDPMC emulation, or `None` if the VMM does not emulate RDPMC.
     pub(super) fn rdpmc_parts(
         &self,
         loaded: &LoadedGuest,
@@ -522,8 +524,8 @@ impl<'a> VmPlan<'a> {
     }
 }
 
-/// Converts an error of KVM_CREATE_VCPU. KVM rejects the first vCPU of a VM with a mediated vPMU
-/// while events count guests.
+/// Converts an error of KVM_CREATE_VCPU. While events count guests, KVM rejects the first vCPU of a
+/// VM with a mediated vPMU.
 fn vcpu_error(error: KvmIoctlError, own: Option<&KvmPmuCapabilities>) -> VmError {
     match own {
         Some(own) if own.mediated && error.errno() == libc::EBUSY => VmError::PmuTaken,
@@ -531,21 +533,22 @@ fn vcpu_error(error: KvmIoctlError, own: Option<&KvmPmuCapabilities>) -> VmError
     }
 }
 
-/// Returns whether a kernel of this format needs a KVM that runs CPL 0 natively. Linux does,
+/// Returns whether a kernel of this format needs a KVM that does not interpret CPL 0. Linux does,
 /// because it uses instructions that KVM's emulator lacks.
 pub(super) fn needs_full_kvm(kind: &KernelFormat) -> bool {
     kind.is_linux()
 }
 
-/// Returns the binary statistics of a VM or vCPU. Kernels before 5.14 have none, so the events that
-/// statistics back are unsupported there.
+/// Returns the descriptor of KVM's binary statistics of a VM or a vCPU. Returns `None` on kernels
+/// before 5.14, which have no binary statistics. Events that the statistics count are then
+/// unsupported.
 pub(super) fn statistics(of: &impl std::os::fd::AsRawFd) -> Option<std::os::fd::OwnedFd> {
     stats_fd(of)
         .inspect_err(|e| log::info!("KVM_GET_STATS_FD: {e}"))
         .ok()
 }
 
-/// Limits how long KVM polls for a halted vCPU. The time of polling would otherwise count as guest
+/// Limits the time that a halted vCPU polls. Without the limit, the time would count as guest
 /// cycles.
 fn limit_halt_polling(vm: &VmFd, limit_ns: u32) {
     if let Err(e) = vm.limit_halt_polling(limit_ns) {

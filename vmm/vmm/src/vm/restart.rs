@@ -1,9 +1,9 @@
-//! Restarts the machine after a reset by its guest. Memory, devices and vCPUs return to their
-//! initial state in the same process, with the same servers. Events and rings of operators are
-//! kept, and the guest's counters are reset.
+//! Restarts the machine after a reset by its guest, in the same process. Memory, devices and vCPUs
+//! return to their initial state. The servers, and the events and rings of operators, are kept. The
+//! guest's counters are reset.
 //!
-//! KVM cannot reset a VM. The initial state of its parts is saved and written back (`IrqchipState`,
-//! `InitialVcpuState`), as for a vCPU that is plugged in again.
+//! KVM cannot reset a VM. Instead, the initial state of the VM's parts is saved and later written
+//! back (`IrqchipState`, `InitialVcpuState`), as for a vCPU that is removed and added again.
 
 use std::sync::Arc;
 
@@ -30,15 +30,15 @@ use guest_patching::uncounted::UncountableEvents;
 /// Maximum number of logged restarts. A guest may reset in a loop.
 const MAX_LOGGED_RESTARTS: u64 = 16;
 
-/// Inputs for rebuilding a machine.
+/// Inputs with which a machine is constructed anew after a reset.
 pub(super) struct RestartContext {
     pub config: VmConfig,
     pub uncounted: Arc<UncountableEvents>,
     pub model: PmuModel,
-    /// `true` if RDPMC instructions that were not replaced may be emulated at the guest's #GP
-    /// handler.
+    /// `true` if RDPMC instructions that were not replaced are emulated at the guest's #GP handler
+    /// where possible.
     pub gate: bool,
-    /// `true` if the kernel needs a KVM that can run Linux.
+    /// `true` if the kernel needs a KVM that does not interpret CPL 0.
     pub needs_full_kvm: bool,
     pub fd: Arc<VmFd>,
     pub chips: IrqchipState,
@@ -64,7 +64,7 @@ impl GuestResetHandler {
     }
 
     /// Performs the steps of a pending reset that are possible now. If the machine cannot be
-    /// rebuilt, the VM is stopped and the reason is logged.
+    /// constructed anew, logs the reason and stops the VM.
     pub fn serve(&mut self) {
         // The read fails if the eventfd is already clear.
         let _ = self.control.reset_event().read();
@@ -90,7 +90,7 @@ impl GuestResetHandler {
 }
 
 impl RestartContext {
-    /// Resets the machine except for its vCPUs, and returns the factory that rebuilds them.
+    /// Resets all of the machine except its vCPUs, and returns the factory for the vCPUs.
     fn make(
         &self,
         ram: &GuestRam,

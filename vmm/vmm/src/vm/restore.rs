@@ -1,5 +1,5 @@
-//! Restores a VM from a snapshot or from another process. Checks that this machine matches the
-//! saved one, and writes the saved state before any thread of the VM runs.
+//! Restores a VM from a snapshot or from another process. First checks that this machine matches
+//! the saved one. Writes the saved state before any thread of the VM runs.
 
 use std::fs::File;
 use std::sync::Arc;
@@ -31,18 +31,19 @@ use crate::pmu::VmPmu;
 use crate::vcpu::kvm_vcpu::KvmVcpu;
 use crate::vcpu::saved::cpuid_leaf;
 
-/// MSR with the address of the steal time record, whose version KVM changes at each entry (Linux,
-/// `Documentation/virt/kvm/x86/msr.rst`). A single-stepped guest would reread the record forever.
+/// MSR with the address of the steal time record (Linux, `Documentation/virt/kvm/x86/msr.rst`). KVM
+/// changes the version of the record at each entry. A single-stepped guest would read the record
+/// again and again, waiting for a stable version.
 const MSR_KVM_STEAL_TIME: u32 = 0x4b56_4d03;
-/// Maximum difference of the TSC frequency, in parts per million. It allows for the difference
-/// between two boots of a host.
+/// Maximum difference between the TSC frequencies of two hosts, in parts per million. The measured
+/// frequency of one host differs by this much between two boots.
 const MAX_TSC_DIFFERENCE_PPM: u64 = 250;
 
-/// Guest memory of a machine that is restored.
+/// Source of the guest memory of a restored machine.
 #[derive(Debug)]
 pub enum RestoredMemory {
-    /// The memory file of a snapshot. It is mapped and never written. Several VMs may be restored
-    /// with this memory, so each receives its own generation ID.
+    /// The memory file of a snapshot, which is mapped and never written. Several VMs may be
+    /// restored from it, so each receives its own generation ID.
     Snapshot(File),
     /// The memory files of a diff and of the snapshots on which it is based. All are mapped and
     /// never written.
@@ -52,60 +53,61 @@ pub enum RestoredMemory {
         /// Memory file of the diff, with only the ranges that have changed.
         changes: File,
     },
-    /// The memory of a VM that has moved to this process and does not run in another one.
+    /// The memory of a VM that has moved to this process. The VM runs in no other process.
     Moved(GuestRam),
 }
 
-/// A machine that is restored from a snapshot or from the VM of another process.
+/// A saved machine that is to be restored, from a snapshot or from another process.
 #[derive(Debug)]
 pub struct RestoredMachine {
-    /// The saved state.
+    /// Saved state of the machine.
     pub state: Box<SavedMachine>,
-    /// Guest memory.
+    /// Source of the guest memory.
     pub memory: RestoredMemory,
-    /// `true` to restore even if an enabled counter no longer counts.
+    /// `true` to restore the VM even if an enabled guest counter will no longer count.
     pub accepts_losses: bool,
 }
 
 /// Reason why a VM cannot be restored from a snapshot.
 #[derive(Debug, thiserror::Error)]
 pub enum RestoreError {
-    /// The memory file does not fit the state.
+    /// The memory file does not match the saved state.
     #[error("the memory file of the snapshot cannot be used")]
     Memory(#[from] MemoryFileError),
     /// The ranges of a diff are invalid.
     #[error(transparent)]
     Diff(#[from] DiffError),
-    /// The state is invalid.
+    /// The saved state is invalid.
     #[error("the snapshot has {0} that no VM can have")]
     Impossible(&'static str),
     /// The event filter is invalid.
     #[error("the event filter of the snapshot cannot be used")]
     Filter(#[from] FilterError),
-    /// A property of the machine differs from that of the saved machine.
+    /// This machine differs from the saved machine in a property.
     #[error("the snapshot has {what} {saved}, this machine {here}")]
     Shape {
         /// Name of the property.
         what: &'static str,
-        /// Value of the saved machine.
+        /// Value of the property in the saved machine.
         saved: String,
-        /// Value of this machine.
+        /// Value of the property in this machine.
         here: String,
     },
-    /// A CPUID leaf differs.
+    /// The CPUID tables of a vCPU differ.
     #[error(
         "CPUID leaf {leaf:#x} of vCPU {vcpu} is not the one of the snapshot: the host's processor, KVM or microcode differs"
     )]
     Cpuid {
-        /// Number of the vCPU.
+        /// Number of the vCPU with the difference.
         vcpu: u8,
-        /// Number of the leaf.
+        /// Number of the CPUID leaf with the difference.
         leaf: u32,
     },
     /// A vCPU cannot be restored.
     #[error(transparent)]
     Vcpu(#[from] RestoreVcpuError),
-    /// An enabled counter of the guest would no longer count after the restore.
+    /// An enabled counter of the guest would no longer count, because the backing cannot count its
+    /// event.
     #[error(
         "the guest counts {0}, which this backing does not count; use another --backing, or accept it with --restore-loses"
     )]
@@ -128,13 +130,14 @@ pub enum RestoreError {
 }
 
 impl RestoredMachine {
-    /// Returns `true` if the restored VM is the saved VM itself, which has moved here, and not one
-    /// of several VMs with the same memory.
+    /// Returns `true` if the VM has moved to this process, so no other VM has the same memory.
+    /// Returns `false` if it is restored from a snapshot.
     pub(super) fn is_moved(&self) -> bool {
         matches!(self.memory, RestoredMemory::Moved(_))
     }
 
-    /// Returns the guest RAM for `config` with the saved contents, and the kernel that is in it.
+    /// Returns guest RAM with the saved contents for a machine with the configuration `config`, and
+    /// the kernel in this RAM.
     pub(super) fn load(&self, config: &VmConfig) -> Result<(GuestRam, LoadedGuest), VmError> {
         let saved = &self.state.memory;
         if saved.bytes != config.memory_bytes {
@@ -170,7 +173,7 @@ impl RestoredMachine {
         Ok((ram, loaded))
     }
 
-    /// Returns the present vCPUs with the parts of their state that the VMM keeps.
+    /// Returns the present vCPUs, and the saved PMU state of each.
     pub(super) fn into_vcpus(self) -> (VcpuSet, Vec<(u8, SavedVcpuPmu)>) {
         let state = *self.state;
         let vcpus: Vec<_> = state.vcpus.into_iter().map(|vcpu| (vcpu.id, vcpu.pmu)).collect();
@@ -179,8 +182,8 @@ impl RestoredMachine {
     }
 }
 
-/// Returns the events that the CPUID of a saved machine enumerates for the guest, regardless of the
-/// backing on this host. Returns `None` if CPUID enumerates none.
+/// Returns the architectural events that the CPUID table of a saved machine reports to the guest as
+/// available, or `None` if the table has no such report. The backing of this machine may differ.
 #[must_use]
 pub fn announced_events(saved: &SavedMachine) -> Option<ArchEventSet> {
     let leaves = &saved.vcpus.first()?.cpuid;
@@ -198,13 +201,13 @@ pub(super) struct NewMachine<'a> {
     pub(super) shape: &'a MachineShape,
     /// `true` if the vCPUs can be single-stepped.
     pub(super) can_step: bool,
-    /// `true` if the vCPUs are single-stepped.
+    /// `true` if the exact backing single-steps the vCPUs.
     pub(super) is_stepped: bool,
 }
 
 impl NewMachine<'_> {
-    /// Writes the saved state to the machine. No thread of the VM is running, so an error has no
-    /// side effects.
+    /// Writes the saved state to the machine. No thread of the VM runs yet, so the machine can be
+    /// discarded after an error.
     pub(super) fn restore(&self, machine: &RestoredMachine) -> Result<(), RestoreError> {
         let saved = &*machine.state;
         self.check_shape(&saved.shape)?;
@@ -316,7 +319,7 @@ impl NewMachine<'_> {
     }
 }
 
-/// Checks that the CPUID of a vCPU equals the saved one.
+/// Checks that the CPUID table of a vCPU equals the saved one.
 pub(super) fn check_cpuid(here: &CpuId, saved: &SavedVcpu) -> Result<(), RestoreError> {
     let leaves: Vec<[u32; 7]> = here.as_slice().iter().map(cpuid_leaf).collect();
     if let Some((leaf, _)) = leaves.iter().zip(&saved.cpuid).find(|(a, b)| a != b) {
@@ -331,13 +334,14 @@ pub(super) fn check_cpuid(here: &CpuId, saved: &SavedVcpu) -> Result<(), Restore
     Ok(())
 }
 
-/// Returns whether two TSC frequencies are indistinguishable for a guest.
+/// Returns whether the difference between two TSC frequencies is at most
+/// [`MAX_TSC_DIFFERENCE_PPM`].
 pub(super) fn is_same_tsc(a_khz: u32, b_khz: u32) -> bool {
     let difference = u64::from(a_khz.abs_diff(b_khz)) * 1_000_000;
     difference <= u64::from(a_khz.min(b_khz)) * MAX_TSC_DIFFERENCE_PPM
 }
 
-/// Logs the counters of vCPU `id` whose backing (source of the counts) has changed at the restore.
+/// Logs the enabled counters of vCPU `id` whose backing (source of the counts) has changed.
 ///
 /// # Errors
 /// Returns [`RestoreError::Loses`] if a counter no longer counts, unless `accepts_losses` is set.
@@ -364,7 +368,7 @@ fn report_changes(
     Ok(())
 }
 
-/// Returns the kernel in restored memory, without symbols.
+/// Returns the kernel in restored memory. The symbols of the kernel are not known.
 fn loaded_guest(saved: &SavedKernel, pci: bool) -> Result<LoadedGuest, RestoreError> {
     let kind = match saved.format.as_str() {
         "linux" => KernelFormat::Vmlinux,
@@ -454,7 +458,7 @@ mod tests {
     const HALT: [u8; 3] = [0xF4, 0xEB, 0xFD];
 
     /// Takes a snapshot of a VM with two vCPUs and restores it. Returns the names of the KVM calls
-    /// after the CPUID of the last vCPU was set, or `None` without KVM.
+    /// of the restore that follow the last KVM_SET_CPUID2, or `None` without KVM.
     fn calls_of_restore() -> Option<Vec<&'static str>> {
         let source = testing::vm(&HALT, |_| ())?;
         let saved = testing::snapshot_of(&source);
@@ -497,8 +501,9 @@ mod tests {
     /// Guest code that increments [`COUNTER`] forever.
     const COUNT: [u8; 8] = [0xFF, 0x05, 0x00, 0x00, 0x88, 0x00, 0xEB, 0xF8];
     const COUNTER: GuestAddress = GuestAddress(0x88_0000);
-    /// First page that is given to the balloon, and number of such pages.
+    /// Guest-physical address of the first page that the guest gives to the balloon.
     const INFLATED: u64 = 0x80_0000;
+    /// Number of pages that the guest gives to the balloon.
     const PAGES: u32 = 64;
 
     /// Driver of the balloon's inflate queue.
@@ -509,7 +514,8 @@ mod tests {
     }
 
     impl BalloonDriver<'_> {
-        /// Sends `pages` pages from `first` on, and waits for the device.
+        /// Gives `pages` pages from `first` on to the balloon, and waits until the device has taken
+        /// them.
         fn inflate(&mut self, first: GuestAddress, pages: u32) {
             const PFNS: GuestAddress = GuestAddress(0x30_0000);
             let memory = self.vm.ram().memory();
@@ -533,7 +539,8 @@ mod tests {
             self.vm.ram().memory().read_obj(GuestAddress(address)).unwrap()
         }
 
-        /// Releases the page that the guest is using. The guest continues with a new page.
+        /// Gives the page with the guest's counter to the balloon. The guest then continues with a
+        /// new page.
         fn release_used_page(&mut self) {
             const HIGH: u32 = 1 << 31;
             let memory = self.vm.ram().memory();
@@ -678,7 +685,7 @@ mod tests {
         }
     }
 
-    /// Returns the positions of the first and the last call with this name.
+    /// Returns the indices of the first and the last call named `name`.
     fn positions(calls: &[&str], name: &str) -> (usize, usize) {
         let first = calls.iter().position(|call| *call == name);
         let last = calls.iter().rposition(|call| *call == name);

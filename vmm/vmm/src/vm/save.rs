@@ -1,7 +1,7 @@
 //! Saves a running VM to a snapshot.
 //!
 //! The client drives a [`VmSnapshot`] with requests, so the main loop never waits for a vCPU. The
-//! VM writes no file. The client receives memory and state in memory files and writes them.
+//! VM itself writes no files. It sends memory and state to the client, which writes the files.
 //!
 //! 1. [`VmSnapshot::begin`] pauses the VM and asks the vCPUs to complete their last exits.
 //! 2. [`VmSnapshot::advance`] is called repeatedly. When all vCPUs have completed their last exits,
@@ -39,11 +39,11 @@ use crate::vcpu::control::{RunControl, RunState};
 use crate::vcpu::registry::VcpuRegistry;
 use crate::vcpu::saved::SaveVcpuError;
 
-/// Maximum number of bytes that one [`VmSnapshot::read_memory`] examines. Each call delays the main
-/// loop.
+/// Maximum number of bytes of memory that one [`VmSnapshot::read_memory`] examines. Each call
+/// delays the main loop.
 const MAX_SCANNED_BYTES: u64 = 16 << 20;
-/// Number of bytes of untouched memory that take at most as long to examine as one byte that must
-/// be read.
+/// Number of bytes of untouched memory that can be examined in the time that one byte of other
+/// memory takes.
 const UNTOUCHED_FACTOR: u64 = 16;
 /// A page of zeros, which the memory file does not contain.
 static ZERO_PAGE: [u8; 4096] = [0; 4096];
@@ -54,7 +54,8 @@ pub enum SnapshotError {
     /// Parts of the VM that a snapshot cannot include.
     #[error("a snapshot cannot include {0}; start the VM without")]
     Unsupported(String),
-    /// The VM is in a state in which no snapshot can be taken.
+    /// The VM is in a temporary state in which no snapshot can be taken, for example during a
+    /// reset.
     #[error("no snapshot can be taken while {0}; try again")]
     Busy(&'static str),
     /// The VM has ended, or its guest has reset it.
@@ -72,13 +73,13 @@ pub enum SnapshotError {
     /// Guest memory cannot be read.
     #[error("guest memory cannot be read")]
     Memory(#[from] GuestMemoryError),
-    /// An RDPMC trap in the guest's #GP handler cannot be removed.
+    /// The trap in the guest's #GP handler, with which RDPMC is emulated, cannot be removed.
     #[error("a snapshot cannot include the trap in the guest's handler of #GP, which the guest has changed")]
     Trap,
     /// The locks of disk images cannot be changed.
     #[error("the locks of the disk images cannot be changed")]
     Devices(#[source] io::Error),
-    /// A VM that has moved cannot continue in this process, because another process uses its disk
+    /// The VM has moved and cannot be taken back, because another process uses one of its disk
     /// images.
     #[error("the image of {0} is used by another process, where the VM may run; end it here with `ctl stop`")]
     InUse(String),
@@ -87,7 +88,7 @@ pub enum SnapshotError {
     Format(#[from] SnapshotFormatError),
 }
 
-/// Parts of a VM that a snapshot reads.
+/// Parts of a VM that a snapshot needs.
 pub struct VmSnapshotInputs {
     pub(super) fd: Arc<VmFd>,
     pub(super) layout: Arc<VcpuStateLayout>,
@@ -97,13 +98,13 @@ pub struct VmSnapshotInputs {
     pub(super) registry: Arc<VcpuRegistry>,
     pub(super) control: Arc<RunControl>,
     pub(super) shape: MachineShape,
-    /// Format and guest-physical range of the loaded kernel.
+    /// Name of the loaded kernel's format, and guest-physical range of the kernel.
     pub(super) kernel: (&'static str, Range<u64>),
     /// Options of the VM with which no snapshot can be taken.
     pub(super) unsupported: Vec<&'static str>,
-    /// CPUID leaves of each possible vCPU: number of the vCPU, and the leaves as in a snapshot.
+    /// Number of each possible vCPU, and its CPUID leaves in the form that a snapshot contains.
     pub(super) cpuid: Vec<(u8, Vec<[u32; 7]>)>,
-    /// Tracker of written memory; `None` if the host's kernel does not support it.
+    /// Kernel interfaces that track written memory; `None` if the host's kernel lacks them.
     pub(super) protector: Option<Arc<WriteProtector>>,
 }
 
@@ -113,25 +114,25 @@ impl std::fmt::Debug for VmSnapshotInputs {
     }
 }
 
-/// Progress of taking a snapshot.
+/// How far a snapshot is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Phase {
     /// The vCPUs are completing their last exits.
     Settling,
     /// The devices are stopped, and the vCPUs are saving their states.
     Saving,
-    /// All states are known, and memory is being read.
+    /// The states of vCPUs and devices are known. The client can read memory.
     Ready,
 }
 
-/// Contents of a range of guest memory.
+/// A range of guest memory for the memory file.
 #[derive(Debug)]
 pub struct MemoryPiece {
-    /// Offset of the piece in RAM, in bytes.
+    /// Offset of the range in RAM, in bytes.
     pub offset: u64,
-    /// Contents of the piece. Empty if the piece consists of zeros.
+    /// Contents of the range. Empty if the range consists of zeros.
     pub data: Vec<u8>,
-    /// Offset in RAM of the next piece; the size of RAM at the end.
+    /// Offset in RAM at which the next piece begins; the size of RAM after the last piece.
     pub next: u64,
 }
 
@@ -142,21 +143,21 @@ pub struct VmSnapshot {
     was_paused: bool,
     /// `true` if the host resources of the devices are shared with the destination process.
     shares_devices: bool,
-    /// `true` if the VM may run in another process. It then stays paused here when the snapshot is
-    /// dropped.
+    /// `true` if the VM may run in another process. The VM then stays paused in this process when
+    /// the snapshot is dropped.
     is_committed: bool,
     phase: Phase,
     machine: Box<SavedMachine>,
     touched: TouchedPages,
     /// Offset in RAM at which the next piece of memory begins.
     next: u64,
-    /// Checksum of a whole chunk of zeros, which is computed once.
+    /// Checksum of a chunk of zeros; `None` before it is first needed.
     zeros_crc: Option<u32>,
 }
 
 impl VmSnapshot {
-    /// Pauses the VM for a snapshot. `options` are the options of the command line that determine
-    /// the machine.
+    /// Pauses the VM for a snapshot. `options` contains the command-line options that determine the
+    /// machine.
     ///
     /// # Errors
     /// Returns [`SnapshotError::Unsupported`] with all parts that a snapshot cannot include, and
@@ -313,7 +314,7 @@ impl VmSnapshot {
         })
     }
 
-    /// Returns the checksum of `count` zeros.
+    /// Returns the checksum of `count` bytes that are zero.
     fn crc_of_zeros(&mut self, count: u64) -> u32 {
         let crc = || checksum(&vec![0; usize::try_from(count).unwrap_or(usize::MAX)]);
         if count == CHUNK_BYTES {
@@ -323,8 +324,8 @@ impl VmSnapshot {
         }
     }
 
-    /// Allows the destination process to open the devices' host resources. These stay locked
-    /// against all other processes.
+    /// Allows the destination process to open the host resources of the devices, such as disk
+    /// images. They stay locked against all other processes.
     ///
     /// # Errors
     /// Returns [`SnapshotError::Order`] unless the states of vCPUs and devices are known, and
@@ -338,8 +339,9 @@ impl VmSnapshot {
         pci.map_or(Ok(()), |pci| pci.share().map_err(SnapshotError::Devices))
     }
 
-    /// Releases the devices' host resources, because the VM is about to run in another process.
-    /// Whether or not the release succeeds, the VM stays paused until [`VmSnapshot::take_back`].
+    /// Releases the host resources of the devices, such as disk images, because the VM is about to
+    /// run in another process. The VM stays paused until [`VmSnapshot::take_back`], even if the
+    /// release fails.
     ///
     /// # Errors
     /// Returns [`SnapshotError::Order`] unless the states of vCPUs and devices are known, and
@@ -354,14 +356,14 @@ impl VmSnapshot {
         pci.map_or(Ok(()), |pci| pci.release().map_err(SnapshotError::Devices))
     }
 
-    /// Returns whether the VM may run in another process, because [`VmSnapshot::commit`] was
-    /// called.
+    /// Returns whether [`VmSnapshot::commit`] was called, so the VM may run in another process.
     #[must_use]
     pub fn is_committed(&self) -> bool {
         self.is_committed
     }
 
-    /// Returns the VM to this process, because it does not run in another process.
+    /// Claims the host resources of the devices again after [`VmSnapshot::commit`], because the VM
+    /// does not run in another process.
     ///
     /// # Errors
     /// Returns [`SnapshotError::InUse`] if another process uses a disk image, and
@@ -380,7 +382,7 @@ impl VmSnapshot {
         Ok(())
     }
 
-    /// Releases the devices' host resources for the destination process. Called when the VM has
+    /// Releases the host resources of the devices for the destination process, because the VM has
     /// ended in this process.
     pub fn release_devices(&self) {
         let released = self.source.bus.pci().map_or(Ok(()), |pci| pci.release());
@@ -403,7 +405,7 @@ impl VmSnapshot {
         Ok(encode(&self.machine)?)
     }
 
-    /// Returns the state file of a VM whose memory `migration` has read.
+    /// Returns the state file of a VM that moves. `migration` has read the memory of the VM.
     ///
     /// # Errors
     /// Returns [`SnapshotError::Order`] before all memory has been read since the pause, and
@@ -442,7 +444,7 @@ impl Drop for VmSnapshot {
 }
 
 impl VmSnapshotInputs {
-    /// Checks that a snapshot can include all parts of the VM.
+    /// Checks that the VM has only parts that a snapshot can include.
     ///
     /// # Errors
     /// Returns [`SnapshotError::Unsupported`] with the parts that it cannot include.
@@ -457,13 +459,13 @@ impl VmSnapshotInputs {
         Err(SnapshotError::Unsupported(unsupported.join(", ")))
     }
 
-    /// Kicks the vCPUs, so that they process their pending requests.
+    /// Kicks the vCPUs out of KVM_RUN, so that they process their pending requests.
     fn deliver(&self) {
         self.control.wake_parked();
         self.registry.kicker().kick();
     }
 
-    /// Stops the devices, and removes code of the VMM from guest memory.
+    /// Stops the devices, and removes the VMM's code from guest memory.
     fn quiesce(&self) -> Result<(), SnapshotError> {
         if let Some(pci) = self.bus.pci() {
             pci.quiesce();
@@ -476,7 +478,7 @@ impl VmSnapshotInputs {
         }
     }
 
-    /// Returns the state that the VMM keeps about the guest's kernel.
+    /// Returns what a snapshot contains about the guest's kernel.
     fn saved_kernel(&self) -> SavedKernel {
         let (format, range) = &self.kernel;
         let mut kernel = SavedKernel {
@@ -494,7 +496,7 @@ impl VmSnapshotInputs {
     }
 }
 
-/// Logs the devices whose host resources are also used by another process.
+/// Logs the host resources of devices that another process also uses.
 pub(super) fn report_claims(claimed: io::Result<Vec<String>>) {
     match claimed {
         Ok(used) if used.is_empty() => {}
@@ -525,8 +527,8 @@ mod tests {
     use crate::memory::MMIO_HOLE_START;
     use crate::testing;
 
-    /// Chunks do not cross the hole below 4 GiB, because they would be read from the addresses of
-    /// the interrupt controllers.
+    /// No chunk contains memory on both sides of the hole below 4 GiB. Such a chunk would be read
+    /// from the addresses of the interrupt controllers.
     #[test]
     fn chunks_do_not_cross_the_hole_below_4_gib() {
         assert!(MMIO_HOLE_START.is_multiple_of(CHUNK_BYTES));

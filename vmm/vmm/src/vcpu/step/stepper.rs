@@ -284,8 +284,8 @@ impl Stepper {
         self.strays
     }
 
-    /// Returns the address and the length of the string instruction with a repeat prefix that is
-    /// unfinished at `cpu`, if any, for a snapshot.
+    /// Returns the address and the privilege level of the string instruction with a repeat prefix
+    /// that is unfinished at `cpu`, if any, for a snapshot.
     pub fn unfinished_repeat(&self, cpu: &SteppedCpuState) -> Option<(u64, u8)> {
         self.meter.unfinished_at(cpu)
     }

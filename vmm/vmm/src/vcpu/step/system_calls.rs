@@ -197,7 +197,7 @@ mod tests {
     const HOLE: u32 = 0x2_0000;
     const SYSCALL: [u8; 2] = [0x0f, 0x05];
     const SYSRET: [u8; 3] = [0x48, 0x0f, 0x07];
-    /// Flags that the test sets to arbitrary values: the arithmetic flags, ID and IF.
+    /// Flags to which the tests give arbitrary values: the arithmetic flags, ID and IF.
     const ANY_FLAGS: u64 = 0x20_0ed5;
 
     /// Creates a vCPU that is about to execute `code`, with the given system call MSRs.
