@@ -77,12 +77,12 @@ pub enum MemoryError {
         /// Number of physical address bits of the host's processor.
         bits: u32,
     },
-    /// The host rejected the mapping.
+    /// The host rejected the mapping of guest memory.
     #[error("cannot map {} MiB of guest memory; free memory on the host or use a smaller --memory", size_bytes >> 20)]
     Map {
         /// Requested size in bytes.
         size_bytes: u64,
-        /// Reason of the rejection.
+        /// Reason why the host rejected the mapping.
         #[source]
         source: MemoryBackingError,
     },
@@ -134,15 +134,15 @@ pub enum MemoryRangeType {
 /// An entry of the guest's memory map.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct MemoryMapEntry {
-    /// First guest-physical address.
+    /// First guest-physical address of the range.
     pub start: u64,
-    /// Length in bytes.
+    /// Length of the range in bytes.
     pub len_bytes: u64,
-    /// Type of the range.
+    /// Type of the memory in the range.
     pub kind: MemoryRangeType,
 }
 
-/// The guest's RAM.
+/// Guest RAM: one or two mappings in the address space of the VMM.
 #[derive(Clone, Debug)]
 pub struct GuestRam {
     mem: GuestMemoryMmap,

@@ -28,9 +28,9 @@ pub enum VcpuNumbersError {
          and {MAX_CPUS}"
     )]
     MaxTooSmall {
-        /// Initial number of vCPUs.
+        /// Requested initial number of vCPUs.
         present: u8,
-        /// Maximum number of vCPUs.
+        /// Requested maximum number of vCPUs.
         max: u8,
     },
 }

@@ -14,13 +14,13 @@ use vmm_sys_util::timerfd::TimerFd;
 use crate::kvm::host::Kvm;
 use crate::kvm::rotation_cost;
 
-/// Argument of `--mux`.
+/// Value of `--mux`, from which [`MuxPolicyChoice::resolve_policy`] derives the policy.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum MuxPolicyChoice {
     /// Adaptive multiplexing, with an interval that follows from the measured cost of a rotation.
     #[default]
     Auto,
-    /// The given policy.
+    /// The multiplexing policy that the operator has chosen.
     Fixed(MuxPolicy),
 }
 
@@ -90,7 +90,7 @@ pub struct SchedulingTickTimer {
 }
 
 impl SchedulingTickTimer {
-    /// Creates an armed timer.
+    /// Creates the timer, which is already armed.
     ///
     /// # Errors
     /// Returns an error if timerfd_create or timerfd_settime fails.
@@ -164,7 +164,7 @@ pub struct RotationTimer {
 }
 
 impl RotationTimer {
-    /// Creates a disarmed timer.
+    /// Creates the timer, which is not armed yet.
     ///
     /// # Errors
     /// Returns an error if timerfd_create fails.

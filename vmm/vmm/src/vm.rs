@@ -253,12 +253,12 @@ impl Vm {
         })
     }
 
-    /// Returns the loaded guest.
+    /// Returns the guest that is loaded into memory.
     pub fn loaded(&self) -> &LoadedGuest {
         &self.loaded
     }
 
-    /// Returns the devices.
+    /// Returns the device bus of the VM.
     pub fn bus(&self) -> &Arc<DeviceBus> {
         &self.bus
     }
@@ -374,7 +374,7 @@ impl RunningVm {
         &self.control
     }
 
-    /// Returns the devices.
+    /// Returns the device bus of the VM.
     pub fn bus(&self) -> &Arc<DeviceBus> {
         &self.bus
     }

@@ -21,7 +21,7 @@ pub enum BootError {
     Open {
         /// Role of the file, `kernel` or `initrd`.
         what: &'static str,
-        /// Path of the file.
+        /// Path of the kernel or initrd file.
         path: PathBuf,
         /// Error of open(2).
         source: std::io::Error,
@@ -31,7 +31,7 @@ pub enum BootError {
     Read {
         /// Role of the file, `kernel` or `initrd`.
         what: &'static str,
-        /// Path of the file.
+        /// Path of the kernel or initrd file.
         path: PathBuf,
         /// Error of read(2).
         source: std::io::Error,
@@ -41,7 +41,7 @@ pub enum BootError {
     NotAFile {
         /// Role of the file, `kernel` or `initrd`.
         what: &'static str,
-        /// Path of the file.
+        /// Path of the kernel or initrd file.
         path: PathBuf,
         /// Type of the file that the path names, for example `a directory`.
         kind: &'static str,
@@ -51,13 +51,13 @@ pub enum BootError {
     Empty {
         /// Role of the file, `kernel` or `initrd`.
         what: &'static str,
-        /// Path of the file.
+        /// Path of the kernel or initrd file.
         path: PathBuf,
     },
     /// The kernel file exceeds the size limit.
     #[error("kernel {} has {size_bytes} bytes; must be at most {limit_bytes}", path.display())]
     KernelFileTooLarge {
-        /// Path of the file.
+        /// Path of the kernel file.
         path: PathBuf,
         /// Size of the kernel file in bytes.
         size_bytes: u64,
@@ -69,7 +69,7 @@ pub enum BootError {
     MultibootFlags {
         /// Name of the kernel file.
         name: String,
-        /// Flags of the multiboot header.
+        /// Flags in the multiboot header of the kernel file.
         flags: u32,
     },
     /// A segment of the kernel extends beyond guest RAM.
@@ -79,7 +79,7 @@ pub enum BootError {
     SegmentOutsideRam {
         /// Name of the kernel file.
         name: String,
-        /// Program header index.
+        /// Index of the segment's program header.
         index: usize,
         /// First guest-physical address of the segment.
         start: u64,
@@ -97,7 +97,7 @@ pub enum BootError {
     SegmentReserved {
         /// Name of the kernel file.
         name: String,
-        /// Program header index.
+        /// Index of the segment's program header.
         index: usize,
         /// First guest-physical address of the segment.
         start: u64,
@@ -123,7 +123,7 @@ pub enum BootError {
     EntryOutside {
         /// Name of the kernel file.
         name: String,
-        /// Address of the entry point.
+        /// Virtual or physical address of the entry point, as in the kernel file.
         entry: u64,
     },
     /// The kernel has no PVH entry point.
@@ -167,7 +167,7 @@ pub enum BootError {
     CmdlineByte {
         /// The rejected byte.
         byte: u8,
-        /// Position of the byte, from 0.
+        /// Position of the rejected byte in the command line, from 0.
         position: usize,
     },
     /// Writing to guest memory failed, although the range was found to be valid before.
@@ -175,9 +175,9 @@ pub enum BootError {
     GuestMemory {
         /// Name of the object that could not be written, for example `a firmware table`.
         what: &'static str,
-        /// Guest-physical address.
+        /// Guest-physical address at which the write failed.
         address: u64,
-        /// Error of the memory access.
+        /// Error of the write to guest memory.
         source: Box<dyn std::error::Error + Send + Sync>,
     },
     /// KVM rejected a vCPU's initial state.
@@ -185,7 +185,7 @@ pub enum BootError {
     VcpuState {
         /// Name of the rejected register set, for example `segment registers`.
         what: &'static str,
-        /// Error of the ioctl.
+        /// Error of the KVM ioctl that rejected the registers.
         source: KvmIoctlError,
     },
     /// The host's KVM cannot run a Linux kernel.

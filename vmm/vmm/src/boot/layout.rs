@@ -13,14 +13,14 @@ pub const IDT: u64 = 0x560;
 pub const LOW_KERNEL_START: u64 = 0x1000;
 /// Default address of the multiboot information structure.
 pub const MULTIBOOT_INFO: u64 = 0x6000;
-/// Linux boot_params ("zero page").
+/// Linux's boot_params ("zero page"), with the memory map and the address of the initrd.
 pub const ZERO_PAGE: u64 = 0x7000;
 /// start_info of a PVH kernel, with the memory map and the module list. A PVH kernel has no
 /// boot_params.
 pub const PVH_START_INFO: u64 = ZERO_PAGE;
 /// Top-level page table (PML4) for 64-bit entry.
 pub const PML4: u64 = 0x9000;
-/// Page directory pointer table.
+/// Page directory pointer table (PDPT) for 64-bit entry.
 pub const PDPT: u64 = 0xA000;
 /// Page directories: four pages that identity-map the first 4 GiB with 2 MiB pages.
 pub const PAGE_DIRECTORIES: u64 = 0xB000;

@@ -46,10 +46,10 @@ use kernel_images::{ImageCorruption, KernelImageError, bzimage, kallsyms};
 const MAX_KERNEL_FILE_BYTES: u64 = 1 << 30;
 const PAGE: u64 = 4096;
 
-/// Where the kernel image comes from.
+/// Source of the kernel image: a file, or an image that is embedded in the program.
 #[derive(Clone, Debug)]
 pub enum KernelSource {
-    /// A kernel file.
+    /// A kernel file in the host's file system.
     File(PathBuf),
     /// An image embedded in the program.
     Builtin(&'static [u8]),
@@ -75,7 +75,7 @@ impl KernelSource {
     }
 }
 
-/// Boot protocol for a kernel.
+/// Protocol by which a kernel image is loaded and entered.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum BootProtocol {
     /// Protocol selected by the image: multiboot for a multiboot header, PVH for an image with a
@@ -103,16 +103,16 @@ impl std::str::FromStr for BootProtocol {
     }
 }
 
-/// Inputs of [`load`].
+/// Inputs with which [`load`] loads a guest.
 #[derive(Clone, Debug)]
 pub struct BootRequest<'a> {
-    /// Source of the kernel image.
+    /// Source of the kernel image to load.
     pub kernel: &'a KernelSource,
-    /// Requested boot protocol.
+    /// Protocol that the operator requested.
     pub protocol: BootProtocol,
     /// Path of the initrd. For a multiboot kernel, the file becomes the only module.
     pub initrd: Option<&'a Path>,
-    /// Command line, printable ASCII.
+    /// Command line of the guest's kernel, in printable ASCII.
     pub cmdline: &'a str,
     /// Initial and maximum number of vCPUs.
     pub cpus: VcpuCountRange,
@@ -124,14 +124,14 @@ pub struct BootRequest<'a> {
     pub patch_rdpmc: bool,
 }
 
-/// Format of a kernel image.
+/// Format of a kernel image, which determines how it is loaded.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum KernelFormat {
     /// An uncompressed ELF Linux kernel.
     Vmlinux,
     /// A compressed Linux kernel in the bzImage format.
     BzImage {
-        /// Compression format of the payload.
+        /// Compression format of the kernel inside the bzImage, for example `gzip`.
         compression: &'static str,
     },
     /// A multiboot v1 image.
@@ -164,7 +164,7 @@ impl std::fmt::Display for KernelFormat {
 /// A guest that is loaded and ready to start.
 #[derive(Clone, Debug)]
 pub struct LoadedGuest {
-    /// Format of the kernel image.
+    /// Format of the loaded kernel image.
     pub kind: KernelFormat,
     /// Processor mode and registers in which the boot processor enters the kernel.
     pub entry: BootEntryState,
@@ -217,7 +217,7 @@ fn unpacked(packed: &[u8]) -> Result<Vec<u8>, BootError> {
     Ok(image)
 }
 
-/// Loads a guest into `ram`.
+/// Loads the kernel and the initrd that `request` names into `ram`.
 pub fn load(ram: &GuestRam, request: &BootRequest<'_>) -> Result<LoadedGuest, BootError> {
     let name = request.kernel.name();
     let file;

@@ -121,9 +121,9 @@ pub(crate) fn is_grub_core(data: &[u8]) -> bool {
 /// A multiboot header found in a file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct MultibootHeader {
-    /// Offset of the header in the file.
+    /// Offset of the multiboot header from the start of the file, in bytes.
     pub offset: usize,
-    /// Multiboot header flags.
+    /// Flags of the multiboot header (3.1.2).
     pub flags: u32,
 }
 

@@ -20,23 +20,23 @@ use super::{ConsoleInput, ConsoleInputSink, ConsoleOutput, ConsoleTarget};
 /// Error when opening a console.
 #[derive(Debug, thiserror::Error)]
 pub enum ConsoleError {
-    /// Starting the writer thread failed.
+    /// Starting the thread that writes console output failed.
     #[error("failed to start the thread of a console")]
     Thread(#[source] io::Error),
     /// The file cannot be opened for appending.
     #[error("file={path}: cannot append; name a file in a directory that this user may write to")]
     File {
-        /// Path of the file.
+        /// Path of the file for console output.
         path: PathBuf,
-        /// Error of the system call.
+        /// Error of the system call that opened the file.
         source: io::Error,
     },
-    /// Listening on the socket failed.
+    /// Creating the socket for console clients failed.
     #[error("socket={path}: cannot listen{}", remedy(.source))]
     Socket {
-        /// Path of the socket.
+        /// Path of the socket for console clients.
         path: PathBuf,
-        /// Error of the system call.
+        /// Error of the system call that created the socket.
         source: io::Error,
     },
     /// Allocating a pseudo-terminal failed.
@@ -66,7 +66,7 @@ enum Kind {
 }
 
 impl Console {
-    /// Opens a console.
+    /// Opens the console that `target` describes.
     ///
     /// # Errors
     /// Returns a [`ConsoleError`] if the console cannot be opened. The message is one line and

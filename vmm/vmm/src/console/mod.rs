@@ -34,7 +34,7 @@ pub use output::ConsoleOutput;
 pub use target::{ConsoleTarget, ConsoleTargetError};
 pub use terminal::{RawTerminal, restore_terminal, window_size};
 
-/// Size of the input buffer in bytes.
+/// Size in bytes of the buffer for console input that the guest has not accepted yet.
 const INPUT_BUFFER_BYTES: usize = 4096;
 
 /// A guest device that receives console input.

@@ -1,4 +1,4 @@
-//! A pseudo-terminal for a console.
+//! A pseudo-terminal, the target of `--console pty`.
 #![expect(unsafe_code, reason = "openpty, termios and ttyname")]
 
 use std::ffi::CStr;

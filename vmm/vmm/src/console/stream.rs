@@ -101,7 +101,7 @@ impl Write for BacklogWriter {
 /// A listening Unix socket. Its socket file is removed on drop.
 #[derive(Debug)]
 pub(crate) struct Listener {
-    /// The nonblocking listener.
+    /// The socket, in nonblocking mode.
     pub(crate) socket: UnixListener,
     path: PathBuf,
 }

@@ -29,7 +29,7 @@ pub enum ConsoleTargetError {
     /// The argument has none of the accepted forms.
     #[error("must be tty, file=PATH, socket=PATH, pty or none")]
     Shape,
-    /// The path is empty.
+    /// The path of the file or the socket is empty.
     #[error("the path is missing after {0}=")]
     NoPath(&'static str),
     /// The path is too long for a Unix socket.

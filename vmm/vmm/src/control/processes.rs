@@ -21,10 +21,10 @@ use crate::pmu::GuestSamplingContext;
 /// Maximum number of guest memory reads for one reply. A list of a thousand mappings takes a tenth
 /// of this number, and one MiB of untouched pages a fifth.
 const READS: u32 = 1 << 17;
-/// Time limit of one reply.
+/// Time after which the collection of data for one reply ends.
 const TIME: Duration = Duration::from_millis(20);
 
-/// The processes of a guest.
+/// Reader of the guest's processes for one VM.
 #[derive(Debug, Default)]
 pub struct GuestProcesses {
     /// Process of the last request, cached because clients read a process in many small requests.

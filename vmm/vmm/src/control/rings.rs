@@ -8,7 +8,7 @@ use perf_core::{EventHandle, MapError, error_line};
 use super::session::fail;
 use control_api::protocol::{RequestError, RequestErrorKind};
 
-/// Size and mode of a ring.
+/// Size and mode of the rings of a vCPU's sampling events.
 #[derive(Clone, Copy, Debug)]
 pub struct RingLayout {
     /// Number of data pages of the ring.

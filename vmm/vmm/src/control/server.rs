@@ -72,7 +72,7 @@ const READ_CHUNK: usize = 16 << 10;
 /// Value that identifies the first listener in epoll events. Further listeners have the next lower
 /// values, and connections are numbered from 0 up.
 const LISTENER: u32 = u32::MAX;
-/// Maximum number of listeners.
+/// Maximum number of listening sockets of the server.
 const LISTENERS: u32 = 2;
 
 /// Everything that the control server needs to know about the VM that it serves.
@@ -99,7 +99,7 @@ pub struct ControlledVm {
     pub pmu: Arc<VmPmu>,
     /// Registry of the VM's vCPUs.
     pub registry: Arc<VcpuRegistry>,
-    /// Devices of the VM.
+    /// Device bus of the VM.
     pub bus: Arc<DeviceBus>,
     /// Rate limiters of the devices.
     pub limiters: NamedLimiters,
@@ -304,7 +304,7 @@ impl FdSource {
     }
 }
 
-/// The control socket server of a VM.
+/// Server of a VM's control sockets.
 pub struct ControlServer {
     vm: Arc<ControlledVm>,
     sockets: Vec<(SocketAccess, ControlSocket)>,
@@ -643,7 +643,7 @@ impl Connection {
         }
     }
 
-    /// Returns the role of the client.
+    /// Returns the role of the client, which determines its permissions.
     fn role(&self) -> ClientRole {
         match (self.access, role(self.uid)) {
             (SocketAccess::Observers, _) => ClientRole::Observer,

@@ -32,7 +32,7 @@ pub(super) fn fail<T>(kind: RequestErrorKind, message: impl Into<String>) -> Res
     })
 }
 
-/// The events of one connection.
+/// The perf-core events of one connection.
 #[derive(Debug)]
 pub struct EventSession {
     // Fields are dropped in declaration order: the handles must close before their session.
@@ -200,8 +200,8 @@ impl EventSession {
         Ok(opened)
     }
 
-    /// Returns the number of open events, for the limit. An event of the whole VM counts as one
-    /// event per possible vCPU.
+    /// Returns the number of open events that counts towards the limit. An event of the whole VM
+    /// counts as one event per possible vCPU.
     fn open_events(&self) -> usize {
         let whole = usize::from(self.registry.max());
         let weight = |e: &OpenEvent| if e.vcpu.is_some() { 1 } else { whole };
@@ -567,7 +567,7 @@ impl EventSession {
         self.enabled = false;
     }
 
-    /// Returns the number of open events.
+    /// Returns the number of open events of the session.
     pub fn len(&self) -> usize {
         self.events.len()
     }
@@ -667,7 +667,7 @@ fn is_whole(group: &EventGroup) -> Result<bool, MixedGroupError> {
     Ok(first)
 }
 
-/// Returns the role of user `uid`.
+/// Returns the session role of user `uid`, which determines the limits of perf-core.
 pub(crate) fn role(uid: u32) -> SessionRole {
     if uid == 0 {
         SessionRole::Admin

@@ -46,7 +46,7 @@ impl AcpiPm {
         self.update_sci_level();
     }
 
-    /// Saves the registers.
+    /// Returns the registers for a snapshot.
     pub fn save(&self, board: &mut SavedBoard) {
         board.acpi_pm = [self.status, self.enable, self.control];
     }
@@ -76,7 +76,7 @@ impl AcpiPm {
         self.enable & PWRBTN != 0
     }
 
-    /// Sets the SCI level from the enabled and pending events.
+    /// Asserts the SCI if an enabled event is pending, and deasserts it otherwise.
     fn update_sci_level(&self) {
         if let Some(sci) = &self.sci {
             sci(self.status & self.enable & PWRBTN != 0);

@@ -22,7 +22,7 @@ const KIB: u64 = 1 << 10;
 /// Unit in bytes of the registers that report the memory above 16 MiB.
 const UNIT_64_KIB: u64 = 64 << 10;
 
-/// The CMOS device.
+/// The CMOS device: memory and real-time clock.
 #[derive(Debug)]
 pub(super) struct Cmos {
     index: u8,
@@ -99,7 +99,7 @@ impl Cmos {
         Cmos { index: 0, memory }
     }
 
-    /// Saves the registers.
+    /// Returns the registers for a snapshot.
     pub fn save(&self, board: &mut SavedBoard) {
         board.cmos_index = self.index;
         board.cmos = self.memory.to_vec().into();

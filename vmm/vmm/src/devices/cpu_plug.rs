@@ -153,8 +153,8 @@ struct Registers {
     ignored_ejections: u64,
 }
 
-/// The CPU hot-plug device, shared by the vCPU threads and the main loop. Its lock is held only for
-/// the duration of one access.
+/// CPU hot-plug device, shared by the vCPU threads and the main loop. The lock is held only for the
+/// duration of one access.
 #[derive(Debug)]
 pub struct CpuHotplugDevice {
     registers: Mutex<Registers>,
@@ -488,8 +488,8 @@ mod tests {
         assert_eq!(plug.state().refused, vec![(3, 1)]);
     }
 
-    /// The guest no longer sees an ejection request that was withdrawn. It may still eject the
-    /// processor.
+    /// An ejection request that was withdrawn is no longer visible to the guest. The guest may
+    /// still eject the processor.
     #[test]
     fn cpu_plug_withdraws_ejection_request() {
         let plug = CpuHotplugDevice::new(2, 3).unwrap();

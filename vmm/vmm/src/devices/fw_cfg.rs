@@ -13,7 +13,7 @@ const CPU_COUNT: u16 = 0x05;
 const MAX_CPUS: u16 = 0x0F;
 const FILE_DIRECTORY: u16 = 0x19;
 
-/// The fw_cfg device.
+/// The fw_cfg device: the selected item and the position in it.
 #[derive(Debug)]
 pub(super) struct FwCfg {
     ram_bytes: u64,
@@ -32,13 +32,13 @@ impl FwCfg {
         }
     }
 
-    /// Saves the registers.
+    /// Returns the registers for a snapshot.
     pub fn save(&self, board: &mut SavedBoard) {
         board.fw_cfg_key = self.key;
         board.fw_cfg_offset = self.offset as u64;
     }
 
-    /// Restores saved registers.
+    /// Restores the registers from a snapshot.
     pub fn restore(&mut self, board: &SavedBoard) {
         self.key = board.fw_cfg_key;
         self.offset = usize::try_from(board.fw_cfg_offset).unwrap_or(usize::MAX);

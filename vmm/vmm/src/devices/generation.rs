@@ -15,7 +15,7 @@ pub struct GenerationId {
 }
 
 impl GenerationId {
-    /// Creates a random ID.
+    /// Creates a VM generation ID with a random value.
     ///
     /// # Errors
     /// Returns an error if `getrandom(2)` or `eventfd(2)` fails.
@@ -41,7 +41,7 @@ impl GenerationId {
         &self.interrupt
     }
 
-    /// Notifies the guest of a new ID.
+    /// Raises the interrupt that tells the guest about a new VM generation ID.
     pub fn announce(&self) {
         if let Err(e) = self.interrupt.write(1) {
             log::error!("cannot raise the interrupt of the generation ID: {e}");

@@ -59,14 +59,14 @@ pub(super) struct I8042 {
 }
 
 impl I8042 {
-    /// Saves the registers.
+    /// Returns the registers for a snapshot.
     pub fn save(&self, board: &mut SavedBoard) {
         board.i8042_config = self.config;
         board.i8042_pending = self.pending;
         board.i8042_output = self.output;
     }
 
-    /// Restores saved registers.
+    /// Restores the registers from a snapshot.
     pub fn restore(&mut self, board: &SavedBoard) {
         self.config = board.i8042_config;
         self.pending = board.i8042_pending;

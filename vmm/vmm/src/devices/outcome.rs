@@ -3,11 +3,11 @@
 /// What a guest's write to a device does to the machine.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum DeviceWriteOutcome {
-    /// The guest continues.
+    /// The guest continues to run.
     Continue,
-    /// The guest requested a reset.
+    /// The guest has requested a reset of the machine.
     Reset,
-    /// The guest powered off.
+    /// The guest has switched the machine off.
     PowerOff,
     /// The guest terminated the VM through the debug-exit port, with this exit status for the
     /// process.

@@ -8,15 +8,15 @@ pub const COM1: u16 = 0x3F8;
 pub const COM1_LEN: u16 = 8;
 /// Interrupt number of the first serial port.
 pub const COM1_IRQ: u32 = 4;
-/// Keyboard controller data port.
+/// Data port of the keyboard controller.
 pub const I8042_DATA: u16 = 0x60;
 /// System control port B: gate of timer 2 and speaker.
 pub const SYSTEM_CONTROL_B: u16 = 0x61;
 /// Command and status port of the keyboard controller.
 pub const I8042_COMMAND: u16 = 0x64;
-/// CMOS index port.
+/// Port that selects a CMOS register.
 pub const CMOS_INDEX: u16 = 0x70;
-/// CMOS data port.
+/// Port that reads or writes the selected CMOS register.
 pub const CMOS_DATA: u16 = 0x71;
 /// Index of the CMOS century register.
 pub const CMOS_CENTURY: u8 = 0x32;
@@ -36,11 +36,11 @@ pub const FW_CFG_DATA: u16 = 0x511;
 pub const PM1A_EVENT: u16 = 0x600;
 /// Length of the PM1a event block in bytes.
 pub const PM1A_EVENT_LEN: u8 = 4;
-/// ACPI PM1a control block.
+/// I/O port of the ACPI PM1a control block.
 pub const PM1A_CONTROL: u16 = 0x604;
 /// Length of the PM1a control block in bytes.
 pub const PM1A_CONTROL_LEN: u8 = 2;
-/// SLP_TYP of S5, soft off.
+/// Value of the PM1 control field SLP_TYP that selects the state S5 (soft off).
 pub const S5_SLEEP_TYPE: u8 = 0;
 /// First I/O port of the CPU hot-plug registers. Belongs to no device if the machine has no CPU
 /// hot-plug.
@@ -53,7 +53,7 @@ pub const CPU_PLUG_IRQ: u32 = 5;
 pub const GENERATION_IRQ: u32 = 10;
 /// PCI configuration address port. Reads as all ones without a PCI bus.
 pub const PCI_ADDRESS: u16 = 0xCF8;
-/// Reset control register.
+/// I/O port of the reset control register (port CF9H).
 pub const RESET_CONTROL: u16 = 0xCF9;
 /// Value that requests a full reset when written to [`RESET_CONTROL`].
 pub const RESET_VALUE: u8 = 0x06;

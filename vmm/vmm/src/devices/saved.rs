@@ -10,7 +10,7 @@ use super::{CONTROL_A_RESET, DeviceBus, lock};
 /// Bit of the reset control register that resets the processor and always reads as zero.
 const RESET_CPU: u8 = 0x04;
 
-/// Error when restoring the devices.
+/// Error when restoring the devices of a machine from a snapshot.
 #[derive(Debug, thiserror::Error)]
 pub enum RestoreBoardError {
     /// The snapshot contains an invalid state of a device.

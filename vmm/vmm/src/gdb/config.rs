@@ -1,4 +1,4 @@
-//! Parses the argument of `--gdb`.
+//! Parses the argument of `--gdb`: the socket and whether to wait for a debugger.
 
 use std::path::PathBuf;
 use std::str::FromStr;
@@ -8,7 +8,7 @@ use crate::console::target::MAX_SOCKET_PATH;
 /// Socket of the gdb server and its start-up behaviour.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct GdbConfig {
-    /// Path of the Unix socket.
+    /// Path of the Unix socket on which the gdb server listens.
     pub socket: PathBuf,
     /// `true` if the VM does not run before the first debugger connects.
     pub wait: bool,
@@ -17,7 +17,7 @@ pub struct GdbConfig {
 /// Error when parsing the argument of `--gdb`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum GdbConfigError {
-    /// The path is empty.
+    /// The path of the socket is empty.
     #[error("must be the path of a Unix socket, or PATH,wait")]
     Shape,
     /// The text after the comma is not an option.

@@ -22,9 +22,9 @@ use crate::vcpu::control::{RunControl, VmStopReason};
 use crate::vcpu::debugger::{Debugger, VcpuStopError};
 use crate::vm::RunningVm;
 
-/// Timeout of a write to the client.
+/// Maximum time that a write to the client may take.
 const WRITE_TIMEOUT: Duration = Duration::from_secs(5);
-/// Maximum time that the server thread takes to tell the client that the VM has ended.
+/// Maximum time that the server thread may take to report the end of the VM to the client.
 const END_TIMEOUT: Duration = Duration::from_millis(500);
 /// Maximum number of bytes that one read from the client returns.
 const READ_BYTES: usize = 4096;
@@ -32,15 +32,15 @@ const READ_BYTES: usize = 4096;
 /// Error when starting the gdb server.
 #[derive(Debug, thiserror::Error)]
 pub enum GdbError {
-    /// Listening on the socket failed.
+    /// Creating the socket for debuggers failed.
     #[error(
         "--gdb {}: cannot listen; choose an unused path in a directory that this user may write to",
         path.display()
     )]
     Listen {
-        /// Path of the socket.
+        /// Path of the socket for debuggers.
         path: PathBuf,
-        /// Error of the system call.
+        /// Error of the system call that created the socket.
         source: io::Error,
     },
     /// Creating the thread or a descriptor failed.
@@ -56,7 +56,7 @@ pub struct GdbSocket {
 }
 
 impl GdbSocket {
-    /// Listens at `path`.
+    /// Creates a socket for debuggers at `path`.
     ///
     /// # Errors
     /// Returns [`GdbError::Listen`] if the socket cannot be created.
@@ -161,7 +161,7 @@ enum WakeReason {
     End,
 }
 
-/// State of the server thread.
+/// State of the thread that serves debuggers.
 struct GdbServerLoop {
     machine: GdbTarget,
     control: Arc<RunControl>,

@@ -27,9 +27,9 @@ use crate::vcpu::debugger::{
 };
 use crate::vcpu::registry::VcpuRegistry;
 
-/// Timeout for stopping the vCPUs.
+/// Maximum time to wait until the vCPUs have stopped for the debugger.
 const STOP_TIMEOUT: Duration = Duration::from_secs(10);
-/// Maximum number of inserted INT3s.
+/// Maximum number of the debugger's INT3s in guest memory.
 const MAX_INT3S: usize = 1024;
 /// Error number for gdb: invalid address.
 const EFAULT: u8 = 14;
@@ -61,7 +61,7 @@ fn vcpu(tid: Tid) -> Option<u8> {
 }
 
 impl GdbTarget {
-    /// Creates the target for a VM.
+    /// Creates the gdb target for a VM.
     pub fn new(
         control: Arc<RunControl>,
         registry: Arc<VcpuRegistry>,

@@ -188,8 +188,8 @@ fn guest_resumes_with_changed_registers() {
     assert_eq!(vm.counter(), 0x7fff_fffe + steps);
 }
 
-/// Hardware breakpoints stop the guest at their instruction. Their number is limited, and a removed
-/// one can be set again.
+/// Hardware breakpoints stop the guest at their instruction. Only a limited number can be set, and
+/// a removed one can be set again.
 #[test]
 fn hardware_breakpoints_stop_guest_and_are_limited() {
     let Some(vm) = DebuggedVm::new() else { return };

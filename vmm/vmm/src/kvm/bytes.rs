@@ -44,7 +44,7 @@ unsafe impl KvmStruct for kvm_irqchip {}
 // SAFETY: as above.
 unsafe impl KvmStruct for kvm_pit_state2 {}
 
-/// Returns the bytes of a structure.
+/// Returns the bytes of a KVM structure, for a snapshot.
 pub(super) fn to_bytes<T: KvmStruct>(value: &T) -> Base64Bytes {
     // SAFETY: the pointer and the length describe `value`, whose bytes are initialized (KvmStruct).
     let bytes = unsafe { std::slice::from_raw_parts(std::ptr::from_ref(value).cast::<u8>(), size_of::<T>()) };

@@ -1,4 +1,4 @@
-//! Errors of KVM ioctls.
+//! Errors of KVM ioctls, with the name of the failed call.
 
 /// Error of a KVM call: the name of the call and its errno.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
@@ -29,7 +29,7 @@ impl KvmIoctlError {
         self.call
     }
 
-    /// Returns the errno of the call.
+    /// Returns the errno of the failed call.
     #[inline]
     pub fn errno(&self) -> i32 {
         self.source.errno()
@@ -45,7 +45,7 @@ pub(crate) mod log {
         static CALLS: RefCell<Option<Vec<&'static str>>> = const { RefCell::new(None) };
     }
 
-    /// Starts a new log.
+    /// Starts to record the names of KVM calls on this thread.
     pub(crate) fn start() {
         CALLS.set(Some(Vec::new()));
     }

@@ -48,13 +48,12 @@ pub enum CpuidError {
 /// instead of the event tables and errata workarounds of a model.
 const GENERIC_INTEL_SIGNATURE: u32 = 0x000f_06f0;
 /// Signature (leaf 1 EAX) of a guest with an AMD PMU on a host of a different vendor: family 17h,
-/// model 31h. This is the first generation whose core counters need no errata workarounds in
-/// guests.
+/// model 31h, the first generation whose core counters need no errata workarounds in guests.
 const GENERIC_AMD_SIGNATURE: u32 = 0x0083_0f10;
 
-/// CPUID.1:ECX.TSC_DEADLINE.
+/// CPUID.1:ECX.TSC_DEADLINE: the local APIC timer has the TSC-deadline mode.
 const LEAF1_ECX_TSC_DEADLINE: u32 = 1 << 24;
-/// CPUID.1:ECX.HYPERVISOR.
+/// CPUID.1:ECX.HYPERVISOR: the processor is virtual.
 const LEAF1_ECX_HYPERVISOR: u32 = 1 << 31;
 /// CPUID.1:EDX.HTT (the package has more than one logical processor).
 const LEAF1_EDX_HTT: u32 = 1 << 28;
@@ -89,13 +88,13 @@ const MAX_DENOMINATOR: u64 = 4000;
 const BUS_MHZ: u32 = 100;
 /// CPUID.(7,0):ECX.SHSTK: shadow stacks.
 const LEAF7_ECX_SHADOW_STACKS: u32 = 1 << 7;
-/// CPUID.(7,0):ECX.BUS_LOCK_DETECT.
+/// CPUID.(7,0):ECX.BUS_LOCK_DETECT: the processor detects bus locks.
 const LEAF7_ECX_BUS_LOCK_DETECT: u32 = 1 << 24;
 /// CPUID.(7,0):EBX bits of Intel TSX: HLE (4) and RTM (11).
 const LEAF7_EBX_TRANSACTIONS: u32 = 1 << 4 | 1 << 11;
 /// CPUID.(7,1):EAX.FRED: event delivery without an interrupt descriptor table.
 const LEAF7_1_EAX_FRED: u32 = 1 << 17;
-/// CPUID.80000001:ECX.CMP_LEGACY.
+/// CPUID.80000001:ECX.CMP_LEGACY: leaf 1 counts cores, not threads.
 const EXT1_ECX_CMP_LEGACY: u32 = 1 << 1;
 
 /// Properties of the guest's vCPUs that determine their CPUID table.
@@ -105,7 +104,7 @@ pub struct GuestCpuidConfig<'a> {
     pub pmu: &'a PmuModel,
     /// Architectural events that the host can count for a guest with this PMU model.
     pub backability: ArchEventSet,
-    /// Number of vCPUs.
+    /// Number of vCPUs that the topology leaves report.
     pub cpus: u8,
     /// TSC frequency of the guest in kHz. CPUID reports the frequency only for an Intel processor.
     pub tsc_khz: u32,

@@ -20,7 +20,7 @@ pub struct KvmExecutionProperties {
     /// `true` if guests see Intel TSX in CPUID although their CPUID table hides it, because KVM
     /// lets guest user code execute CPUID natively.
     pub shows_hidden_transactions: bool,
-    /// Single-stepping features.
+    /// Single-stepping features of this host's KVM.
     pub stepping: SteppingSupport,
 }
 
@@ -91,7 +91,7 @@ pub struct KvmCapabilities {
     pub binary_stats: bool,
     /// `true` if KVM can store guest registers at each exit (`KVM_CAP_SYNC_REGS`).
     pub sync_regs: bool,
-    /// Maximum number of vCPUs of a VM.
+    /// Maximum number of vCPUs that a VM can have.
     pub max_vcpus: usize,
 }
 

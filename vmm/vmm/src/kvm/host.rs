@@ -37,7 +37,7 @@ pub enum KvmHostError {
     /// KVM has an unsupported API version.
     #[error("/dev/kvm: unsupported API version {0}; must be 12")]
     ApiVersion(i32),
-    /// A KVM call of a probe failed.
+    /// A KVM call that a probe made failed.
     #[error("probing KVM failed")]
     Probe(#[from] KvmIoctlError),
     /// KVM rejected the memory slot of a probe's guest.
@@ -76,7 +76,7 @@ impl fmt::Display for VirtualizationMethod {
     }
 }
 
-/// Opens `/dev/kvm`.
+/// Opens `/dev/kvm`, the interface to the host's KVM.
 ///
 /// # Errors
 /// Returns a [`KvmHostError`] whose message names the remedy.

@@ -18,7 +18,7 @@ use super::vcpu_fd::VcpuFd;
 /// deadline (the local APIC state stops its timer), the local APIC base (part of the special
 /// registers), and both numbers of kvmclock's wall clock (state of the VM).
 const NOT_OF_A_VCPU: [u32; 6] = [0x10, 0x3b, 0x6e0, 0x1b, 0x11, 0x4b56_4d00];
-/// Hyper-V MSRs, some of which are VM state. They are not exposed to guests.
+/// Hyper-V MSRs, which guests do not see and some of which are state of the VM.
 pub(super) const HYPER_V: std::ops::Range<u32> = 0x4000_0000..0x4000_0200;
 /// Maximum number of MSRs in one KVM call (`KVM_MAX_MSR_ENTRIES`).
 pub(super) const MAX_MSRS_PER_CALL: usize = 256;

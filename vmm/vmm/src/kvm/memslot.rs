@@ -8,13 +8,13 @@ use vm_memory::{Address, GuestMemoryBackend, GuestMemoryMmap, GuestMemoryRegion}
 
 use super::vm_fd::VmFd;
 
-/// KVM rejected a memory slot.
+/// Error of KVM when a memory slot is registered.
 #[derive(Debug, thiserror::Error)]
 #[error("KVM rejected memory slot {slot} at {guest_address:#x}")]
 pub struct MemorySlotError {
-    /// Number of the slot.
+    /// Number of the memory slot.
     pub slot: u32,
-    /// Guest-physical start address.
+    /// Guest-physical start address of the memory slot.
     pub guest_address: u64,
     /// Error of KVM_SET_USER_MEMORY_REGION.
     #[source]

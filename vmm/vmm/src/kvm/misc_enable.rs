@@ -6,7 +6,7 @@ use kvm_bindings::{Msrs, kvm_msr_entry};
 use super::call::KvmIoctlError;
 use super::vcpu_fd::VcpuFd;
 
-/// IA32_MISC_ENABLE (SDM vol. 4).
+/// MSR number of IA32_MISC_ENABLE (SDM vol. 4).
 const IA32_MISC_ENABLE: u32 = 0x1a0;
 /// IA32_MISC_ENABLE bit 7: performance monitoring is available. Read-only for the guest.
 const PERFMON_AVAILABLE: u64 = 1 << 7;

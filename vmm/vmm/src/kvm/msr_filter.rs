@@ -30,7 +30,7 @@ pub enum MsrFilterError {
     /// The filter needs more ranges than KVM accepts.
     #[error("{0} MSR ranges must be trapped, but KVM supports at most {MAX_RANGES}")]
     TooManyRanges(usize),
-    /// A KVM call failed.
+    /// A KVM call that installs the filter failed.
     #[error(transparent)]
     Kvm(#[from] KvmIoctlError),
 }

@@ -34,7 +34,7 @@ const MEASURING_PERIOD: Duration = Duration::from_millis(2);
 const MEASURING_PERIODS: usize = 6;
 /// Interval between two rotations in a measuring period.
 const ROTATION_INTERVAL: Duration = Duration::from_micros(30);
-/// Timeout for the guest to start.
+/// Maximum time to wait until the guest of the measurement starts.
 const START_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// Guest code: `inc qword [DATA]; cmp byte [DATA + 0x100], 0; je` back to the `inc`; `hlt`. The HLT

@@ -11,9 +11,9 @@ use super::initial_state::{HYPER_V, MAX_MSRS_PER_CALL, msrs_of, read_entries};
 use super::vcpu_fd::VcpuFd;
 use super::vm_fd::VmFd;
 
-/// IA32_TIME_STAMP_COUNTER.
+/// MSR number of IA32_TIME_STAMP_COUNTER.
 const TSC: u32 = 0x10;
-/// IA32_TSC_DEADLINE.
+/// MSR number of IA32_TSC_DEADLINE.
 const TSC_DEADLINE: u32 = 0x6e0;
 /// IA32_APIC_BASE, which is part of the special registers.
 const APIC_BASE: u32 = 0x1b;
@@ -31,7 +31,7 @@ pub struct VcpuStateLayout {
     has_xcrs: bool,
 }
 
-/// Error when restoring a vCPU.
+/// Error when restoring the state of a vCPU in KVM.
 #[derive(Debug, thiserror::Error)]
 pub enum RestoreVcpuError {
     /// A saved structure has a different size than this host's KVM uses.
@@ -40,22 +40,22 @@ pub enum RestoreVcpuError {
     /// KVM rejected a saved structure.
     #[error("vCPU {0} cannot be restored")]
     Kvm(u8, #[source] KvmIoctlError),
-    /// An MSR is not in KVM's list.
+    /// KVM on this host does not list a saved MSR.
     #[error("vCPU {vcpu} has MSR {index:#x}, which this host's KVM does not save or restore")]
     UnknownMsr {
-        /// Number of the vCPU.
+        /// Number of the vCPU with the MSR.
         vcpu: u8,
-        /// Address of the MSR.
+        /// Number of the MSR.
         index: u32,
     },
-    /// KVM rejected the value of an MSR.
+    /// KVM rejected the saved value of an MSR.
     #[error("this host's KVM refuses value {value:#x} of MSR {index:#x} of vCPU {vcpu}")]
     Msr {
-        /// Number of the vCPU.
+        /// Number of the vCPU with the MSR.
         vcpu: u8,
-        /// Address of the MSR.
+        /// Number of the MSR.
         index: u32,
-        /// Value of the MSR.
+        /// Saved value of the MSR.
         value: u64,
     },
     /// The time stamp counter of the restored vCPU would be lower than in the snapshot.
@@ -74,7 +74,7 @@ pub enum RestoreVcpuError {
 }
 
 impl VcpuStateLayout {
-    /// Reads the layout from KVM.
+    /// Asks KVM which parts of a vCPU's state it can save.
     ///
     /// # Errors
     /// Returns a [`KvmIoctlError`] if KVM_GET_MSR_INDEX_LIST fails.
@@ -132,8 +132,8 @@ impl VcpuStateLayout {
         })
     }
 
-    /// Restores a vCPU that is configured and has not run. Its CPUID must already be that of the
-    /// saved vCPU.
+    /// Restores a vCPU that is configured and has not run. The CPUID table of the vCPU must equal
+    /// the saved one.
     ///
     /// # Errors
     /// Returns a [`RestoreVcpuError`] if the state cannot be restored. In this case, the vCPU must

@@ -7,9 +7,9 @@ use std::str::FromStr;
 /// figure "Version Information Returned by CPUID in EAX", and AMD APM vol. 3 appendix E.3.2.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum CpuSignature {
-    /// Signature of the host CPU.
+    /// The signature of the host CPU.
     Host,
-    /// Explicit value of EAX.
+    /// The signature with this value of EAX.
     Eax(u32),
 }
 
@@ -31,7 +31,7 @@ pub enum CpuSignatureError {
     /// The stepping does not fit the format of EAX.
     #[error("the stepping must be between 0 and 15")]
     Stepping,
-    /// Reserved bits are set.
+    /// Reserved bits of EAX are set.
     #[error("bits 31 to 28 and 15 to 12 of a signature must be 0")]
     Reserved,
 }

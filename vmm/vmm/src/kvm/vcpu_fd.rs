@@ -1,4 +1,4 @@
-//! The file descriptor of a vCPU. Its methods return errors that name the failed ioctl.
+//! File descriptor of a vCPU, with methods whose errors name the failed ioctl.
 
 use std::os::fd::{AsRawFd, RawFd};
 
@@ -74,11 +74,11 @@ calls! {
     get_cpuid2(entries: usize) -> CpuId, "KVM_GET_CPUID2";
     /// Sets the CPUID table of the vCPU.
     set_cpuid2(cpuid: &CpuId) -> (), "KVM_SET_CPUID2";
-    /// Returns the TSC frequency in kHz.
+    /// Returns the TSC frequency of the vCPU in kHz.
     get_tsc_khz() -> u32, "KVM_GET_TSC_KHZ";
     /// Sets single-stepping and hardware breakpoints.
     set_guest_debug(debug: &kvm_guest_debug) -> (), "KVM_SET_GUEST_DEBUG";
-    /// Queues an NMI.
+    /// Queues an NMI for the vCPU.
     nmi() -> (), "KVM_NMI";
     /// Reports to the guest through kvmclock that it was paused. Fails with `EINVAL` if the guest
     /// does not use kvmclock.

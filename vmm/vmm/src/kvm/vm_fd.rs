@@ -13,7 +13,7 @@ use vmm_sys_util::eventfd::EventFd;
 use super::call::KvmIoctlError;
 use super::vcpu_fd::VcpuFd;
 
-/// A VM file descriptor.
+/// File descriptor of a VM in KVM.
 #[derive(Debug)]
 pub struct VmFd(kvm_ioctls::VmFd);
 
@@ -62,7 +62,7 @@ impl VmFd {
             .map_err(KvmIoctlError::of("KVM_CREATE_IRQCHIP"))
     }
 
-    /// Creates vCPU `id`.
+    /// Creates the vCPU with number `id` in KVM.
     ///
     /// # Errors
     /// Returns a [`KvmIoctlError`] if KVM_CREATE_VCPU fails.
@@ -120,7 +120,7 @@ impl VmFd {
         Ok(clock.clock)
     }
 
-    /// Sets kvmclock to `ns` nanoseconds. It advances from this value.
+    /// Sets kvmclock to `ns` nanoseconds. The clock advances from this value.
     ///
     /// # Errors
     /// Returns a [`KvmIoctlError`] if KVM_SET_CLOCK fails.

@@ -47,7 +47,7 @@ pub enum KvmVpmuUnavailable {
         enable_pmu=1, or use --backing auto"
     )]
     SwitchedOff,
-    /// The CPUID leaves that KVM supports enumerate no PMU.
+    /// KVM's supported CPUID leaves report no PMU.
     #[error("this host's KVM does not support a vPMU in its guests' CPUID; use --backing auto")]
     NotInCpuid,
     /// KVM_GET_SUPPORTED_CPUID failed.
@@ -150,7 +150,7 @@ impl std::fmt::Display for KvmPmuCapabilities {
     }
 }
 
-/// Probes KVM's own vPMU.
+/// Probes whether this host offers KVM's own vPMU, and which capabilities the vPMU has.
 ///
 /// # Errors
 /// Returns a [`KvmVpmuUnavailable`] if the vPMU is unavailable.

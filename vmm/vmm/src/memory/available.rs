@@ -14,7 +14,7 @@ const MAX_CGROUP_DEPTH: usize = 64;
 /// A limit on memory, and what imposes it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct HostMemoryLimit {
-    /// The limit in bytes.
+    /// Maximum amount of memory in bytes.
     pub bytes: u64,
     /// Directory of the control group, or `None` for a limit of the host.
     pub group: Option<PathBuf>,
@@ -112,7 +112,7 @@ impl CgroupVersion {
     }
 }
 
-/// A mounted control group hierarchy.
+/// A mount of a control group hierarchy.
 #[derive(Debug, PartialEq, Eq)]
 struct CgroupMount {
     /// Path, in the hierarchy, of the control group that the mount shows as its root.

@@ -42,7 +42,7 @@ const TRANSPARENT: &str = "/sys/kernel/mm/transparent_hugepage/enabled";
 pub struct MemoryBackingConfig {
     /// `true` to use a memfd, which another process can map. Required by vhost-user back ends.
     pub shared: bool,
-    /// Use of huge pages.
+    /// Whether and how huge pages back guest memory.
     pub huge_pages: HugePages,
     /// `true` to allocate all pages before the guest starts.
     pub prealloc: bool,
@@ -60,7 +60,7 @@ pub enum HugePages {
     Reserved,
 }
 
-/// Error when parsing [`HugePages`].
+/// Error when parsing [`HugePages`] from `--hugepages`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
 #[error("must be off, transparent (if the kernel can allocate them) or 2M (reserved on the host)")]
 pub struct ParseHugePagesError;
@@ -101,10 +101,10 @@ pub enum MemoryBackingError {
         /// Number of free huge pages.
         free: u64,
     },
-    /// A system call failed.
+    /// A system call of the allocation failed.
     #[error("{0} failed")]
     Os(&'static str, #[source] io::Error),
-    /// The mapping was rejected.
+    /// The host rejected a mapping.
     #[error("the mapping was refused")]
     Map(#[source] MmapRegionError),
     /// The mappings are not a valid collection of regions.
@@ -410,7 +410,7 @@ fn memfd(len_bytes: u64, huge: bool) -> io::Result<File> {
     Ok(file)
 }
 
-/// Preallocates all pages, if requested. Their contents are preserved.
+/// Preallocates all pages of `memory` if this was requested, and preserves their contents.
 ///
 /// # Errors
 /// Returns [`MemoryBackingError::Populate`] if the host has too little memory.

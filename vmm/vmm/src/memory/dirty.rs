@@ -29,8 +29,8 @@ const MAX_REGIONS: usize = 256;
 
 /// Protocol version of userfaultfd (include/uapi/linux/userfaultfd.h).
 const UFFD_API: u64 = 0xAA;
-/// Flag of userfaultfd(2) that excludes faults in kernel mode, so no permission is needed. No fault
-/// is ever delivered.
+/// Flag of userfaultfd(2) that excludes faults in kernel mode, so that no privilege is needed. The
+/// VMM uses the descriptor only for write protection and receives no faults.
 const UFFD_USER_MODE_ONLY: libc::c_int = 1;
 /// Feature flag of userfaultfd: at a write to a protected page, the kernel removes the protection
 /// without a notification.
@@ -161,7 +161,7 @@ impl WriteProtector {
     }
 }
 
-/// How written pages are found.
+/// Method by which written pages are found.
 #[derive(Debug)]
 enum Method {
     Protection(Arc<WriteProtector>),
@@ -197,7 +197,7 @@ pub struct DirtyPages {
     chunks: Vec<ChunkState>,
 }
 
-/// Dirty pages of a chunk.
+/// Ranges of dirty pages in a chunk of guest memory.
 #[derive(Debug, Default)]
 pub struct DirtyRanges {
     /// Dirty ranges, as offsets in RAM in ascending order.

@@ -44,8 +44,8 @@ impl TouchedPages {
         }
     }
 
-    /// Returns whether a page of `ram` that is not in the page table is known to be zero. This is
-    /// not known for a page of a file, which has the contents of the file.
+    /// Returns whether a page of `ram` that is not in the page table is known to be zero. Returns
+    /// `false` if RAM is backed by a file, because such a page has the contents of the file.
     fn is_known(ram: &GuestRam) -> bool {
         !ram.restored && !ram.kind.shared
     }

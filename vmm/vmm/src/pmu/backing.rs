@@ -33,7 +33,7 @@ pub enum BackingError {
         step; use Linux 5.14 or later"
     )]
     NoBlocking,
-    /// KVM's own vPMU is unavailable.
+    /// KVM's own vPMU is unavailable, with the reason.
     #[error("--backing kvm")]
     NoOwn(#[source] KvmVpmuUnavailable),
     /// `--rdpmc hwbp` was given for KVM's own vPMU, which handles RDPMC itself.
@@ -132,8 +132,9 @@ pub fn clock_fallback(policy: BackingPolicy, probe: &HostProbe) -> Option<String
 }
 
 /// Returns a message if a VM with this policy conflicts with VMs that use KVM's mediated vPMU, and
-/// `None` otherwise. `mediated` states whether this host offers the mediated vPMU. Such VMs and
-/// host events that count guests exclude each other (`perf_create_mediated_pmu`, Linux 7.0).
+/// `None` otherwise. `mediated` states whether this host offers the mediated vPMU. VMs with a
+/// mediated vPMU and host events that count guests exclude each other (`perf_create_mediated_pmu`,
+/// Linux 7.0).
 pub fn mediated_conflict(policy: BackingPolicy, probe: &HostProbe, mediated: bool) -> Option<&'static str> {
     let opens_events = matches!(policy, BackingPolicy::Auto | BackingPolicy::Hardware) && probe.hardware_pmu;
     (mediated && opens_events).then_some(

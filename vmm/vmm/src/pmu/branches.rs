@@ -87,7 +87,7 @@ enum StackState {
     Idle,
     /// A sample waits for a branch stack, whose collection has not begun.
     Requested(BranchSampling),
-    /// Branches are being collected.
+    /// Branches are being collected for the waiting samples.
     Collecting(BranchSampling),
     /// The stack is complete, or no more branches can be collected.
     Complete,
@@ -134,7 +134,8 @@ impl BranchCollector {
         }
     }
 
-    /// Adds a branch. Returns `true` if the stack has its full depth.
+    /// Adds a branch to the stack that is being collected. Returns `true` if the stack has its full
+    /// depth.
     pub fn add(&mut self, branch: BranchEntry) -> bool {
         let StackState::Collecting(request) = self.state else {
             return true;

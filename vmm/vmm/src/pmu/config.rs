@@ -1,4 +1,4 @@
-//! Configuration of the PMU of a VM.
+//! Configuration of a VM's virtual PMU.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -9,7 +9,7 @@ use vpmu::{BackingPolicy, EventFilter, PmiShare, PmuModel};
 
 use crate::kvm::stepping::SteppingSupport;
 
-/// Configuration of the PMU of a VM.
+/// Configuration of a VM's virtual PMU and of the events of operators.
 #[derive(Clone, Debug)]
 pub struct PmuConfig {
     /// PMU model presented to the guest.

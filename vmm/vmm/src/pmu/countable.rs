@@ -25,7 +25,7 @@ const PERF_STAT_EVENTS: [ArchEvent; 7] = [
     ArchEvent::BranchMisses,
 ];
 
-/// `PERF_COUNT_HW_REF_CPU_CYCLES`.
+/// Number of perf's generic event for reference cycles (`PERF_COUNT_HW_REF_CPU_CYCLES`).
 const REF_CPU_CYCLES: u64 = 9;
 /// Fixed counter 2, `CPU_CLK_UNHALTED.REF_TSC` (SDM vol. 3B 20.2.2), as a bit in a bitmap of fixed
 /// counters.

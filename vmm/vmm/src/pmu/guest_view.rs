@@ -6,7 +6,7 @@ use vpmu::CounterView;
 /// the values, which are then `None`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct VcpuPmuView {
-    /// vCPU number.
+    /// Number of the vCPU.
     pub vcpu: u32,
     /// Number of PMIs delivered to the guest.
     pub pmis: Option<u64>,

@@ -31,7 +31,7 @@ pub struct KernelReader {
     workers: WorkerKeeper,
 }
 
-/// Error when reading a kernel.
+/// Error when reading the guest's kernel.
 #[derive(Debug, thiserror::Error)]
 pub enum KernelReadError {
     /// The search failed in the worker, or the worker sent an invalid response.

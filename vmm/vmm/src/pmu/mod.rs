@@ -454,7 +454,7 @@ impl VcpuPmu {
         }
     }
 
-    /// Schedules in the vCPU's events.
+    /// Schedules in the vCPU's events, because it is about to run guest code.
     pub fn resume(&mut self) {
         if let Some(attached) = &self.attached {
             attached.context.sched_in();
@@ -483,7 +483,7 @@ impl VcpuPmu {
         }
     }
 
-    /// Handles RDMSR.
+    /// Handles RDMSR for a PMU register.
     pub fn read_msr(&mut self, msr: u32) -> MsrReadOutcome {
         self.count_msr_exit();
         match &mut self.attached {
@@ -492,7 +492,7 @@ impl VcpuPmu {
         }
     }
 
-    /// Handles WRMSR.
+    /// Handles WRMSR for a PMU register.
     pub fn write_msr(&mut self, msr: u32, value: u64) -> MsrWriteOutcome {
         // Counts up to this point belong to the previous register values, so they are added before
         // the write.
@@ -790,7 +790,7 @@ impl VcpuPmu {
         self.vpmu.counters_view(&mut attached.events)
     }
 
-    /// Returns the register file.
+    /// Returns the register file of the emulated PMU.
     pub fn registers(&mut self) -> &mut Vpmu {
         &mut self.vpmu
     }

@@ -23,7 +23,7 @@ pub struct HostSampling {
 /// Reason why the host's kernel cannot sample an event.
 #[derive(Debug, thiserror::Error)]
 pub enum HostSamplingError {
-    /// The vCPU has no thread yet.
+    /// The vCPU has no thread yet, so it has no clock to sample.
     #[error("vCPU {0} is not running yet")]
     NotRunning(u32),
     /// The host's clock cannot distinguish the privilege levels of the guest.
@@ -35,7 +35,7 @@ pub enum HostSamplingError {
     /// Only events of the host's PMU and of the vCPU's clock can be sampled in the host's kernel.
     #[error("only events of the host's PMU and the vCPU's clock can be sampled in the host's kernel")]
     OtherDriver,
-    /// The host rejected the event.
+    /// The host rejected the perf event.
     #[error(transparent)]
     Refused(#[from] PmuError),
 }

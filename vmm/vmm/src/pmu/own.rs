@@ -1,8 +1,8 @@
 //! PMU of a guest that uses KVM's own vPMU, whose registers are not trapped.
 //!
 //! The values of the registers are read with `KVM_GET_MSRS` and loaded into a register file of
-//! Perfvisor that is not connected to events. They are then displayed and saved in the same way as
-//! for an emulated PMU.
+//! Perfvisor that is not connected to events. The register file is then displayed and saved like
+//! that of an emulated PMU.
 
 use std::sync::Arc;
 

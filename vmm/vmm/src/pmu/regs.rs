@@ -62,9 +62,9 @@ pub struct GuestSamplingContext {
 /// Progress of the search for the guest's kernel.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum KernelSearchProgress {
-    /// The search has not started.
+    /// The search for the guest's kernel has not started.
     NotStarted,
-    /// The search is running.
+    /// The search for the guest's kernel is running.
     Running,
     /// A kernel with this description was found.
     Found(String),
@@ -295,7 +295,7 @@ pub struct SampleCache {
     burst_ns: u32,
     /// `true` if a sample was taken since the last call of [`SampleCache::held`].
     taken: bool,
-    /// Number of samples taken so far.
+    /// Number of samples that were taken on this vCPU so far.
     samples: u32,
 }
 

@@ -1,5 +1,5 @@
 //! Opens a perf event on another thread. The target thread opens the event itself, in the handler
-//! of its kick signal. This is possible at any point of the thread's execution, because
+//! of its kick signal. The signal may interrupt the target thread anywhere, because
 //! `perf_event_open(2)` is a single system call and needs no locks of the VMM.
 #![expect(
     unsafe_code,

@@ -11,7 +11,7 @@ fn selector(event: ParavirtualEvent) -> u64 {
     SELECT | u64::from(event.umask().0) << 8
 }
 
-/// Returns the PMU of a vCPU on this thread. It can count only events that the VMM adds.
+/// Returns the PMU of a vCPU on this thread, which can count only events that the VMM adds.
 fn pmu() -> VcpuPmu {
     pmu_with(BackingPolicy::Auto)
 }
@@ -111,8 +111,9 @@ fn guest_reads_uncounted_time() {
     pmu.detach();
 }
 
-/// If the outcome of a single step is unknown, its duration is uncounted time, so that the guest
-/// can detect the gap in its counts. This applies only if a counter is counted by single-stepping.
+/// If the outcome of a single step is unknown, the duration of the step is uncounted time, so that
+/// the guest can detect the gap in its counts. Other steps, and steps that no counter needs, are
+/// not uncounted time.
 #[test]
 fn lost_step_is_uncounted_time() {
     const INSTRUCTIONS: u64 = 0xc0 | 1 << 16 | 1 << 17 | 1 << 22;

@@ -22,7 +22,7 @@ pub enum VcpuPinningError {
     /// The string is not a list of `VCPU=CPU`.
     #[error("must be a list of VCPU=CPU, for example 0=2,1=3")]
     Syntax,
-    /// The same vCPU occurs twice.
+    /// The list contains the same vCPU twice.
     #[error("vCPU {0} is given twice")]
     DuplicateVcpu(u8),
     /// The VM has no vCPU with this number.
@@ -38,7 +38,7 @@ pub enum VcpuPinningError {
     NotAllowed {
         /// Number of the vCPU in the list.
         vcpu: u8,
-        /// Requested host CPU.
+        /// Number of the host CPU in the list.
         cpu: usize,
         /// Host CPUs that this process may run on, as a list of ranges.
         allowed: String,

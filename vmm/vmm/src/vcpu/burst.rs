@@ -37,7 +37,7 @@ const MAX_BURST: Duration = Duration::from_millis(100);
 /// Purpose of a burst, which determines where the recorded branches go.
 #[derive(Clone, Copy, Debug)]
 enum BurstPurpose {
-    /// A sample of an operator.
+    /// An operator's sample with a branch stack.
     Sample {
         /// Maximum share of the thread's CPU time that bursts may take, in thousandths. `None` if
         /// the exact backing already single-steps these privilege levels.
@@ -48,7 +48,7 @@ enum BurstPurpose {
     Pmi(PrivilegeLevels),
 }
 
-/// Burst in progress.
+/// A burst of single steps that is in progress.
 #[derive(Debug)]
 struct ActiveBurst {
     purpose: BurstPurpose,
@@ -59,7 +59,7 @@ struct ActiveBurst {
     max_steps: u64,
 }
 
-/// State of the bursts of a vCPU.
+/// State of the single-stepping bursts of a vCPU.
 #[derive(Debug, Default)]
 pub(super) struct Bursts {
     /// Configuration of steppers and guest memory; `None` if no burst is possible on this vCPU.
@@ -85,7 +85,7 @@ impl Bursts {
         }
     }
 
-    /// Returns `true` during a burst.
+    /// Returns `true` while a burst is in progress.
     #[inline]
     pub(super) fn has_active(&self) -> bool {
         self.active.is_some()

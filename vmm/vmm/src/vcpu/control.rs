@@ -21,7 +21,7 @@ pub enum VmStopReason {
     DebugExit(u8),
     /// A stop by the operator (Ctrl-A x, control socket).
     Operator,
-    /// SIGTERM or SIGINT.
+    /// The process received SIGTERM or SIGINT.
     Signal(i32),
     /// A fatal error of KVM or of the VMM, which is already logged.
     Failed,
@@ -41,10 +41,10 @@ impl VmStopReason {
 /// What happens when the guest resets the machine.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum ResetPolicy {
-    /// End the VM.
+    /// The VM ends.
     #[default]
     Exit,
-    /// Restart the VM.
+    /// The VM restarts.
     Restart,
 }
 

@@ -43,26 +43,26 @@ pub struct VcpuRegisters {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
 pub enum ResumeAction {
-    /// Run freely.
+    /// The vCPU runs freely.
     Run = 0,
-    /// Execute one instruction, then stop.
+    /// The vCPU executes one instruction and then stops.
     Step = 1,
-    /// Remain stopped.
+    /// The vCPU stays stopped.
     Stay = 2,
 }
 
 /// Kind of access at which a hardware breakpoint stops (SDM vol. 3 §19.2.4: R/W of DR7).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum BreakpointAccess {
-    /// Execution of the instruction.
+    /// Stops before the instruction at the address is executed.
     Execute = 0,
-    /// Data write.
+    /// Stops after a write to the address.
     Write = 1,
-    /// Data read or write.
+    /// Stops after a read or a write of the address.
     Any = 3,
 }
 
-/// A hardware breakpoint.
+/// A hardware breakpoint of the debugger.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct HardwareBreakpoint {
     /// Linear address, a multiple of `length`.
@@ -89,7 +89,7 @@ pub struct SoftwareBreakpoint {
 pub enum DebugStopCause {
     /// An INT3 of the debugger.
     SoftwareBreakpoint,
-    /// A hardware breakpoint.
+    /// A hardware breakpoint of the debugger.
     HardwareBreakpoint(HardwareBreakpoint),
     /// A single step that the debugger requested has completed.
     Step,
@@ -98,16 +98,16 @@ pub enum DebugStopCause {
 /// A stop of the machine caused by one vCPU.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct DebugStop {
-    /// vCPU that stopped.
+    /// Number of the vCPU that stopped.
     pub vcpu: u8,
-    /// Reason for the stop.
+    /// Reason why the vCPU stopped.
     pub why: DebugStopCause,
 }
 
 /// Error when stopping the machine for a debugger.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum VcpuStopError {
-    /// The VM has ended.
+    /// The VM has ended, so its vCPUs cannot stop.
     #[error("the VM has exited")]
     Ended,
     /// The thread of this vCPU does not respond.
@@ -270,8 +270,8 @@ impl Debugger {
         switch.wake_parked();
     }
 
-    /// Waits until the vCPUs that `present` lists have published their registers. These vCPUs must
-    /// be stopped.
+    /// Waits until the vCPUs that `present` lists, which must be stopped, have published their
+    /// registers.
     ///
     /// # Errors
     /// Returns [`VcpuStopError::Ended`] if the VM ends, and [`VcpuStopError::Slow`] if a vCPU does

@@ -98,7 +98,7 @@ impl VcpuExitReason {
 /// Number and duration of the exits for one reason.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct ExitCount {
-    /// Number of exits.
+    /// Number of exits for this reason.
     pub count: u64,
     /// Number of exits whose duration is known. Exits that a pause interrupted and the exit in
     /// progress are not included.
@@ -191,8 +191,8 @@ impl VcpuExitStatistics {
     }
 }
 
-/// Adds `n` to `number`, which only one thread writes. This is a load and a store instead of a
-/// locked instruction.
+/// Adds `n` to `number`, which only one thread writes, with a load and a store instead of a locked
+/// instruction.
 fn add(number: &AtomicU64, n: u64, order: Ordering) {
     number.store(number.load(Ordering::Relaxed).wrapping_add(n), order);
 }

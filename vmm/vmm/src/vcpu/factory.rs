@@ -77,7 +77,7 @@ impl StepperConfig {
 
 /// Factory for the vCPUs of a VM.
 pub struct VcpuFactory {
-    /// KVM virtual machine.
+    /// The VM in KVM.
     pub vm: Arc<VmFd>,
     /// Device bus.
     pub bus: Arc<DeviceBus>,

@@ -21,7 +21,7 @@ pub enum VcpuError {
     /// Preparing the delivery of PMIs failed.
     #[error(transparent)]
     Pmi(#[from] pmi::PmiError),
-    /// A system call failed.
+    /// A system call that prepares the vCPU failed.
     #[error("{0} failed")]
     Os(&'static str, #[source] io::Error),
 }

@@ -176,8 +176,9 @@ impl Default for OverflowSignals {
 }
 
 impl OverflowSignals {
-    /// Records that KVM_RUN has returned. `by_signal` states whether a signal ended it. If the
-    /// overflow signal did, [`take_overflow`] then returns `true`. Makes at most one system call.
+    /// Records that KVM_RUN has returned. `by_signal` states whether a signal ended the call. If
+    /// the signal was the overflow signal, [`take_overflow`] then returns `true`. Makes at most one
+    /// system call.
     pub fn after_exit(&mut self, by_signal: bool) {
         self.exits = self.exits.saturating_add(1);
         if self.held && by_signal {

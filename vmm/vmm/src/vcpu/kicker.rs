@@ -25,7 +25,7 @@ impl Kicker {
         self.threads().iter().for_each(VcpuThread::kick);
     }
 
-    /// Waits until all threads have ended. They must have been asked to stop.
+    /// Waits until all threads, which must have been asked to stop, have ended.
     pub fn join(&self) {
         let threads = std::mem::take(&mut *self.threads());
         threads.into_iter().for_each(VcpuThread::join);

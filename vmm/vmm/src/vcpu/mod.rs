@@ -320,7 +320,8 @@ impl Running {
         }
     }
 
-    /// Performs steps 2 to 4 of the run loop.
+    /// Prepares an entry into the guest (steps 2 to 4 of the run loop): accounts for overflows,
+    /// applies the guest's writes to PMU registers, delivers a due PMI, and prepares a single step.
     fn before_entry(&mut self, timer: &kick::KickTimer) -> Result<EntryAction, VcpuFailure> {
         if self.pmu.is_none() {
             return self.prepare_entry();

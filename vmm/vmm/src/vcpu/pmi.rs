@@ -49,13 +49,13 @@ const MSI_ADDRESS: u32 = 0xfee0_0000;
 /// How a PMI was delivered.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum PmiDelivery {
-    /// An NMI was queued.
+    /// As an NMI, which was queued.
     Nmi,
-    /// A fixed interrupt was sent.
+    /// As an interrupt with a fixed vector, which was sent to the local APIC.
     Fixed,
-    /// The PMI was discarded, as on a processor whose LVTPC is unusable: an unsupported delivery
-    /// mode (SMI, INIT or ExtINT) or an illegal vector. Also discarded if the ID of the local APIC
-    /// is ambiguous.
+    /// Not at all, as on a processor whose LVTPC is unusable: the delivery mode is unsupported
+    /// (SMI, INIT or ExtINT) or the vector is illegal. Also if the ID of the local APIC is
+    /// ambiguous.
     Dropped,
 }
 
@@ -308,7 +308,7 @@ pub struct LvtpcBackoff {
 impl LvtpcBackoff {
     /// Length of the first interval, which begins at the first entry with a waiting PMI.
     const MIN_INTERVAL: Duration = Duration::from_millis(1);
-    /// Maximum length of an interval.
+    /// Maximum length of the interval between two checks.
     const MAX_INTERVAL: Duration = Duration::from_millis(64);
 
     /// Returns the delay until the next check. Must be called at every entry with a waiting PMI.

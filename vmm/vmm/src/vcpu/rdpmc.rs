@@ -35,9 +35,9 @@ pub(super) const CR4_PCE: u64 = 1 << 8;
 /// Addresses of an RDPMC instruction that was emulated, and the time.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct EmulatedRdpmc {
-    /// Address of the RDPMC.
+    /// Address of the RDPMC instruction.
     pub(super) at: u64,
-    /// Address of the next instruction.
+    /// Address of the instruction after the RDPMC.
     pub(super) behind: u64,
     pub(super) when: Instant,
 }

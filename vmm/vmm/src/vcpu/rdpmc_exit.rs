@@ -314,8 +314,8 @@ impl Running {
     /// In this case, KVM has let the guest execute something else before the NMI, for example the
     /// fault of this RDPMC or the entry of an interrupt. The NMI would be delivered directly after
     /// the RDPMC. The guest therefore repeats the RDPMC after the NMI; see
-    /// [`Self::interrupt_before_read`]. This happens once per NMI and only up to a limit, so that
-    /// the guest makes progress.
+    /// [`Self::interrupt_before_read`]. An RDPMC is repeated once per NMI and only up to a limit,
+    /// so that the guest makes progress.
     fn is_nmi_pending(&mut self) -> Result<bool, KvmIoctlError> {
         let Some(in_a_row) = self.sent_nmi.take_unseen() else {
             return Ok(false);

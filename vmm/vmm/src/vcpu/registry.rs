@@ -60,14 +60,14 @@ pub enum VcpuRegistryError {
     /// The KVM vCPU cannot be restored to its initial state.
     #[error("cannot add vCPU {0}")]
     State(u8, #[source] KvmIoctlError),
-    /// The vCPU cannot be created.
+    /// Creating the runnable vCPU failed.
     #[error("cannot add vCPU {0}")]
     Make(u8, #[source] VcpuError),
     /// The vCPU cannot be attached to the perf core, for example because a VM-wide event finds no
     /// free counter on it.
     #[error("cannot add vCPU {0}")]
     Start(u8, #[source] VcpuStartError),
-    /// The vCPU thread does not respond.
+    /// The vCPU thread does not respond in time.
     #[error("cannot add vCPU {0}: its thread did not start within {n} s", n = START_TIMEOUT.as_secs())]
     Slow(u8),
 }
@@ -75,8 +75,8 @@ pub enum VcpuRegistryError {
 /// Sender that keeps the thread of an added vCPU outside the guest until it is dropped.
 type VcpuHold = Sender<Infallible>;
 
-/// vCPUs that were added and attached to the perf core, but do not run yet. They run when this
-/// value is dropped. Events that are opened before then count everything that the vCPUs execute.
+/// vCPUs that were added and attached to the perf core, but do not run yet. Dropping this value
+/// lets them run. Events that are opened before the drop count everything that the vCPUs execute.
 #[derive(Debug, Default)]
 pub struct AddedVcpus {
     vcpus: VcpuSet,
@@ -90,7 +90,7 @@ impl AddedVcpus {
     }
 }
 
-/// The vCPUs of a VM.
+/// Registry of the vCPUs of a VM.
 #[derive(Debug)]
 pub struct VcpuRegistry {
     slots: Vec<Arc<VcpuSlot>>,

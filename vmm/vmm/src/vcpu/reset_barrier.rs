@@ -56,8 +56,9 @@ impl RunControl {
         self.lock().reset_barrier.ready
     }
 
-    /// Releases the barrier for `vcpus`, which must be all present vCPUs and must have arrived.
-    /// Their [`VcpuFactory`](super::factory::VcpuFactory) must already have been replaced.
+    /// Releases the barrier for `vcpus`, which must be all present vCPUs and must have arrived. The
+    /// [`VcpuFactory`](super::factory::VcpuFactory) for their reconstruction must already be in
+    /// place.
     pub fn release_reset_barrier(&self, vcpus: VcpuSet) {
         let mut ends = self.lock();
         ends.reset_barrier.missing = vcpus;

@@ -34,11 +34,11 @@ use crate::pmu::VcpuPmu;
 /// Result of one iteration of the run loop.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum LoopAction {
-    /// Continue the loop.
+    /// Start the next iteration of the run loop.
     Repeat,
     /// End the vCPU thread, because the VM has stopped or the vCPU is removed.
     Leave,
-    /// The guest has reset the machine.
+    /// The guest resets the machine. Wait for the reset, and construct the vCPU anew.
     Reset,
     /// Stop the VM, or restart it after a reset.
     Stop(VmStopReason),
@@ -56,7 +56,7 @@ pub(super) enum ExitCompletion {
 
 /// What the run loop must do after an exit.
 pub(super) enum ExitAction {
-    /// Reenter the guest.
+    /// Enter the guest again.
     Continue,
     /// Handle a byte written to the RDPMC trap port.
     TrapPort(u8),
@@ -66,7 +66,7 @@ pub(super) enum ExitAction {
     DebugControl(u64),
     /// Handle an instruction that KVM's emulator does not support.
     EmulationFailed,
-    /// End the VM.
+    /// Stop the VM, or restart it after a reset.
     Stop(VmStopReason),
     /// Stop the VM because of a fatal error of the vCPU.
     Fail(VcpuFailure),

@@ -30,7 +30,7 @@ pub(super) enum SavePhase {
     /// No snapshot is being taken, or this vCPU has not handled a request for it.
     #[default]
     None,
-    /// The last exit must be completed.
+    /// The vCPU must still complete the last exit.
     Settling,
     /// The last exit is complete, and its instruction is counted.
     Settled,
@@ -39,7 +39,7 @@ pub(super) enum SavePhase {
 /// Error when saving a vCPU.
 #[derive(Debug, thiserror::Error)]
 pub enum SaveVcpuError {
-    /// The VM is no longer paused.
+    /// The VM was resumed before the vCPU was saved.
     #[error("vCPU {0} is not paused")]
     NotPaused(u8),
     /// KVM cannot read a part of the state.
@@ -72,7 +72,7 @@ impl Running {
         Ok(())
     }
 
-    /// Counts the instruction of the completed exit, and reports that the vCPU has settled.
+    /// Counts the instruction of the completed exit, and reports that the vCPU can be saved.
     pub(super) fn finish_settling(&mut self) -> Result<(), VcpuFailure> {
         self.settle_step()?;
         if let Some(pmu) = &mut self.pmu {

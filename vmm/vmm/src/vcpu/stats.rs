@@ -124,7 +124,7 @@ impl SingleWriterStatistic {
         self.count.store(before.wrapping_add(n), Ordering::Relaxed);
     }
 
-    /// Returns the current value.
+    /// Returns the current value of the counter.
     pub fn get(&self) -> u64 {
         self.count.load(Ordering::Relaxed)
     }

@@ -1,4 +1,4 @@
-//! Start and end of a vCPU thread.
+//! Starts the thread of a vCPU, and parks the vCPU when the thread ends.
 
 use std::sync::{Arc, Mutex, PoisonError};
 

@@ -19,7 +19,7 @@ use guest_patching::hwbp::HardwareBreakpointError;
 /// Error when creating a VM.
 #[derive(Debug, thiserror::Error)]
 pub enum VmError {
-    /// KVM is missing or unusable.
+    /// KVM is missing on this host or cannot be used.
     #[error(transparent)]
     Host(#[from] KvmHostError),
     /// Guest memory cannot be allocated.
@@ -59,12 +59,12 @@ pub enum VmError {
     /// The configuration has more vCPUs than this host's KVM supports.
     #[error("{asked} vCPUs: must be at most {limit} on this host's KVM")]
     TooManyVcpus {
-        /// Requested maximum number of vCPUs.
+        /// Maximum number of vCPUs in the configuration.
         asked: u8,
         /// Maximum number of vCPUs that this host's KVM supports.
         limit: usize,
     },
-    /// A KVM call failed.
+    /// A KVM call of the VM's setup failed.
     #[error(transparent)]
     Kvm(#[from] KvmIoctlError),
     /// After a reset, the kernel file has a different format than at the start of the VM.
@@ -79,7 +79,7 @@ pub enum VmError {
     /// The VM cannot be restored from a snapshot.
     #[error("--restore")]
     Restore(#[from] RestoreError),
-    /// A system call failed.
+    /// A system call of the VM's setup failed.
     #[error("{0} failed")]
     Os(&'static str, #[source] io::Error),
 }

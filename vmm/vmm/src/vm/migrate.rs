@@ -34,7 +34,7 @@ const MAX_CHUNKS: u32 = 256;
 /// Number of read bytes after which one [`OutgoingMigration::read_memory`] ends. Each call delays
 /// the main loop.
 const MAX_READ_BYTES: u64 = 16 << 20;
-/// A page of zeros.
+/// A page of zeros, with which pages are compared.
 static ZERO_PAGE: [u8; 4096] = [0; 4096];
 
 /// Memory that was written, as returned by one call of [`OutgoingMigration::read_memory`].

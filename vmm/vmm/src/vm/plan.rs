@@ -362,8 +362,8 @@ impl<'a> VmPlan<'a> {
     }
 
     /// Returns whether RDPMC instructions that were not replaced are emulated at the guest's #GP
-    /// handler. This requires a free hardware breakpoint and a KVM on which RDPMC faults. For a
-    /// kernel other than Linux, the operator must also have requested it.
+    /// handler. Requires a free hardware breakpoint and a KVM on which RDPMC faults. For a kernel
+    /// other than Linux, the operator must also have requested the emulation.
     pub(super) fn has_gate(
         &self,
         kvm: &Kvm,

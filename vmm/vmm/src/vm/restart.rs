@@ -30,7 +30,7 @@ use guest_patching::uncounted::UncountableEvents;
 /// Maximum number of logged restarts. A guest may reset in a loop.
 const MAX_LOGGED_RESTARTS: u64 = 16;
 
-/// Inputs with which a machine is constructed anew after a reset.
+/// Inputs with which the machine is constructed anew after a reset.
 pub(super) struct RestartContext {
     pub config: VmConfig,
     pub uncounted: Arc<UncountableEvents>,

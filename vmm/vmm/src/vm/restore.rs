@@ -60,7 +60,7 @@ pub enum RestoredMemory {
 /// A saved machine that is to be restored, from a snapshot or from another process.
 #[derive(Debug)]
 pub struct RestoredMachine {
-    /// Saved state of the machine.
+    /// Saved state of the machine, without memory.
     pub state: Box<SavedMachine>,
     /// Source of the guest memory.
     pub memory: RestoredMemory,
@@ -83,10 +83,11 @@ pub enum RestoreError {
     /// The event filter is invalid.
     #[error("the event filter of the snapshot cannot be used")]
     Filter(#[from] FilterError),
-    /// This machine differs from the saved machine in a property.
+    /// A property of this machine, such as the number of vCPUs, differs from that of the saved
+    /// machine.
     #[error("the snapshot has {what} {saved}, this machine {here}")]
     Shape {
-        /// Name of the property.
+        /// Name of the property that differs.
         what: &'static str,
         /// Value of the property in the saved machine.
         saved: String,

@@ -70,7 +70,7 @@ pub enum SnapshotError {
     /// KVM cannot read a part of the state.
     #[error(transparent)]
     Kvm(#[from] KvmIoctlError),
-    /// Guest memory cannot be read.
+    /// Guest memory cannot be read for the snapshot.
     #[error("guest memory cannot be read")]
     Memory(#[from] GuestMemoryError),
     /// The trap in the guest's #GP handler, with which RDPMC is emulated, cannot be removed.
@@ -114,7 +114,7 @@ impl std::fmt::Debug for VmSnapshotInputs {
     }
 }
 
-/// How far a snapshot is.
+/// Progress of a snapshot.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Phase {
     /// The vCPUs are completing their last exits.
@@ -325,7 +325,7 @@ impl VmSnapshot {
     }
 
     /// Allows the destination process to open the host resources of the devices, such as disk
-    /// images. They stay locked against all other processes.
+    /// images. The resources stay locked against all other processes.
     ///
     /// # Errors
     /// Returns [`SnapshotError::Order`] unless the states of vCPUs and devices are known, and
@@ -527,8 +527,8 @@ mod tests {
     use crate::memory::MMIO_HOLE_START;
     use crate::testing;
 
-    /// No chunk contains memory on both sides of the hole below 4 GiB. Such a chunk would be read
-    /// from the addresses of the interrupt controllers.
+    /// No chunk contains memory on both sides of the hole below 4 GiB, because such a chunk would
+    /// be read from the addresses of the interrupt controllers.
     #[test]
     fn chunks_do_not_cross_the_hole_below_4_gib() {
         assert!(MMIO_HOLE_START.is_multiple_of(CHUNK_BYTES));

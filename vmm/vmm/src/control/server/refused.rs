@@ -6,7 +6,7 @@ use std::os::unix::net::UnixStream;
 use control_api::protocol::{ReplyLine, RequestError, RequestErrorKind};
 use perf_core::error_line;
 
-/// Reason for refusing a connection.
+/// Reason why the server refuses a connection.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum ConnectionRefusal {
     /// The client is neither root nor the user of the VM, and has connected to the operator socket.
@@ -25,7 +25,7 @@ pub(super) enum ConnectionRefusal {
     /// its connection.
     #[error("all {0} connections are in use, and this one sent no hello; it is replaced by another one")]
     MadeRoom(usize),
-    /// A system call failed.
+    /// Accepting or registering the connection failed.
     #[error("cannot serve the connection")]
     Failed(#[from] io::Error),
 }

@@ -18,7 +18,7 @@ const DR6_BREAKPOINTS: u64 = 0xf;
 const DR6_CAUSES: u64 = 0b111 << 13;
 /// DR6 bits that always read 1.
 const DR6_ONES: u64 = 0xffff_0ff0;
-/// DR7.GD (bit 13), cleared by #DB.
+/// DR7.GD (bit 13): general detect. A #DB clears this bit.
 const DR7_GENERAL_DETECT: u64 = 1 << 13;
 const DB: u8 = 1;
 const BP: u8 = 3;

@@ -16,7 +16,7 @@ pub(super) const CACHE_SLOTS: usize = 1024;
 pub(super) struct CurrentStraightRun {
     /// Linear address of the first instruction.
     pub(super) at: u64,
-    /// Instructions of the run.
+    /// Decoded instructions of the run.
     pub(super) run: Arc<StraightRun>,
     /// Number of instructions of `run` that are executed up to the breakpoint.
     pub(super) count: usize,

@@ -167,9 +167,9 @@ fn is_timer(page: &[std::ffi::c_char], vector: u8) -> bool {
         .is_some_and(|entry| entry[0].cast_unsigned() == vector && entry[2] & 1 == 0)
 }
 
-/// Returns the vector of the interrupt that the local APIC would deliver now. This is the highest
-/// vector in IRR, if its priority class exceeds those of TPR and of the highest vector in ISR (SDM
-/// vol. 3 §11.8.3).
+/// Returns the vector of the interrupt that the local APIC would deliver now: the highest vector in
+/// IRR, if its priority class exceeds those of TPR and of the highest vector in ISR (SDM vol. 3
+/// §11.8.3).
 fn highest_request(page: &[std::ffi::c_char]) -> Option<u8> {
     let bit_in = |base: usize, vector: usize| {
         page.get(base + vector / 32 * 16 + vector % 32 / 8)

@@ -61,15 +61,15 @@ const MAX_WALKED_STEPS: u32 = 200_000;
 /// What the caller must do after [`Stepper::prepare`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum VcpuStepAction {
-    /// Enter the guest.
+    /// Enter the guest with KVM_RUN.
     Enter,
     /// Account for the step of an emulated instruction, and call [`Stepper::prepare`] again.
     Executed(StepOutcome),
 }
 
 impl Stepper {
-    /// Ends the current step if the last exit has completed its instruction. This happens if KVM
-    /// emulates the code and an instruction exits for a write. There is no debug exit in this case.
+    /// Ends the current step if the last exit has completed its instruction without a debug exit.
+    /// On a KVM that emulates the code, an instruction that exits for a write ends in this way.
     /// Must be called before overflows are checked.
     ///
     /// # Errors

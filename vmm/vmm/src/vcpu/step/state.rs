@@ -218,7 +218,7 @@ impl SyncedRegisters {
         }
     }
 
-    /// Records that KVM_RUN has returned.
+    /// Records that KVM_RUN has returned, so the copied registers are valid.
     #[inline]
     pub(super) fn after_run(&mut self) {
         self.came = self.come == Some(true);

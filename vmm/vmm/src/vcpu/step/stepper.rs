@@ -45,8 +45,8 @@ pub(super) enum RedecodeReason {
     /// The instruction is a SYSCALL that was emulated. The result of the system call is in RAX on
     /// return.
     Called,
-    /// The instruction could not be read. It faults, and is executed after the kernel has mapped
-    /// its page.
+    /// The instruction could not be read, because its page is not mapped. The instruction faults,
+    /// the kernel maps the page, and the instruction is executed.
     Faults,
 }
 
@@ -55,7 +55,7 @@ pub(super) enum RedecodeReason {
 pub(super) struct CurrentStep {
     /// Registers at the beginning of the step.
     pub(super) before: SteppedCpuState,
-    /// Class of the instruction.
+    /// Class of the instruction that is being stepped.
     pub(super) ahead: InstructionClass,
     /// Reason why the guest's kernel runs before the instruction is complete; `None` if it does not
     /// run.
@@ -109,9 +109,9 @@ pub(super) enum GateStopMethod {
     /// With trap code that replaces the first instruction of the handler for one entry. Possible
     /// only if the VM has a single vCPU.
     Code,
-    /// With free hardware breakpoints.
+    /// With free breakpoint registers.
     Breakpoints,
-    /// Not at all.
+    /// Handlers do not stop the vCPU.
     Nowhere,
 }
 

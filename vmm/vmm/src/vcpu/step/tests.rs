@@ -31,8 +31,8 @@ const MAX_ITERATIONS: usize = 20_000;
 /// conditional branches, loads and stores.
 type CodeSequence = (&'static [u8], [u32; 6]);
 
-/// Code sequences from which test programs are composed. They access memory at `DATA` (0x9000), or
-/// at 0x2_0000, where there is no memory, so that the access exits.
+/// Code sequences from which test programs are composed. Memory accesses go to `DATA` (0x9000), or
+/// to 0x2_0000, where there is no memory and an access exits.
 const PIECES: [CodeSequence; 18] = [
     (&[0x90], [1, 0, 0, 0, 0, 0]),                                     // nop
     (&[0xb8, 1, 0, 0, 0], [1, 0, 0, 0, 0, 0]),                         // mov eax, 1
