@@ -25,7 +25,7 @@ use crate::kvm::vm_fd::VmFd;
 
 /// Minimum size of guest RAM in bytes.
 pub const MIN_RAM_BYTES: u64 = 16 << 20;
-/// Start of the hole in RAM below 4 GiB, at 3.25 GiB: from here to 4 GiB, no address is RAM.
+/// Start of the hole in RAM below 4 GiB, at 3.25 GiB. No address between here and 4 GiB is RAM.
 pub const MMIO_HOLE_START: u64 = 0xD000_0000;
 /// End address of the hole in RAM below 4 GiB, exclusive.
 pub const MMIO_HOLE_END: u64 = 1 << 32;
@@ -36,8 +36,8 @@ pub const HIGH_RAM_START: u64 = 0x10_0000;
 /// Granularity of guest memory sizes, in bytes.
 pub const RAM_GRANULE_BYTES: u64 = 4096;
 
-/// Error when allocating guest memory. Each message is one line that names the problem, the limit
-/// and the remedy.
+/// Error when allocating guest memory. A message is one line that names the problem, the limit and
+/// the remedy.
 #[derive(Debug, Error)]
 pub enum MemoryError {
     /// The size is less than [`MIN_RAM_BYTES`].
@@ -101,7 +101,7 @@ pub enum MemoryError {
         /// The limit of the control group, swap included.
         limit: HostMemoryLimit,
     },
-    /// Preallocation is requested, but the guest memory exceeds the memory that is available.
+    /// Preallocation was requested, and the size of guest memory exceeds the available memory.
     #[error(
         "--prealloc: guest memory of {} MiB exceeds the available memory ({limit}); free memory, \
         use a smaller --memory, or omit --prealloc",
@@ -162,8 +162,8 @@ impl GuestRam {
         Self::with_backing(size_bytes, MemoryBackingConfig::default())
     }
 
-    /// Maps `size_bytes` of RAM from the type of host memory that `kind` selects. [`Self::fill`]
-    /// preallocates it if requested.
+    /// Maps `size_bytes` of RAM. `kind` selects the type of host memory. If preallocation is
+    /// selected, the caller must call [`Self::fill`].
     ///
     /// # Errors
     /// Returns a [`MemoryError`] if the size is invalid, exceeds a limit, or the host rejects the
@@ -214,7 +214,8 @@ impl GuestRam {
     }
 
     /// Replaces all RAM by a private mapping of the memory file of a snapshot, which must have the
-    /// same size. Pages are read when they are accessed, and the file is never written.
+    /// same size. A page is read from the file when it is first accessed. The file is never
+    /// written.
     ///
     /// # Errors
     /// Returns [`MemoryError::Map`] if the host rejects the mapping.
@@ -240,7 +241,7 @@ impl GuestRam {
         backing::map_layers(&self.mem, layers).map_err(|source| MemoryError::Map { size_bytes, source })
     }
 
-    /// Preallocates all pages, if the memory was created with preallocation.
+    /// Preallocates all pages, if preallocation was selected when the memory was created.
     ///
     /// # Errors
     /// Returns [`MemoryError::Map`] if the host has too little memory.
@@ -251,7 +252,7 @@ impl GuestRam {
         })
     }
 
-    /// Zeroes all RAM, as after power-on. No other thread may access the RAM meanwhile.
+    /// Zeroes all RAM, as after power-on. No other thread may access the RAM during the call.
     ///
     /// # Errors
     /// Returns [`MemoryError::Map`] if a system call fails, and [`MemoryError::Restored`] for
@@ -266,7 +267,7 @@ impl GuestRam {
         })
     }
 
-    /// Returns the mappings, for access by guest-physical address.
+    /// Returns the mappings of RAM, which are accessed by guest-physical address.
     pub fn memory(&self) -> &GuestMemoryMmap {
         &self.mem
     }
@@ -276,7 +277,7 @@ impl GuestRam {
         self.size_bytes
     }
 
-    /// Returns the first address after the RAM below the MMIO hole.
+    /// Returns the guest-physical end address of the RAM below the MMIO hole, exclusive.
     pub fn low_end(&self) -> u64 {
         self.size_bytes.min(MMIO_HOLE_START)
     }
@@ -320,7 +321,7 @@ impl GuestRam {
         self.size_bytes - self.low_end()
     }
 
-    /// Returns whether `len_bytes` bytes at `start` are RAM within one mapping.
+    /// Returns whether the `len_bytes` bytes at `start` are RAM and belong to one mapping.
     pub fn contains(&self, start: u64, len_bytes: u64) -> bool {
         let Some(end) = start.checked_add(len_bytes) else {
             return false;
@@ -329,8 +330,8 @@ impl GuestRam {
             || (start >= MMIO_HOLE_END && end <= MMIO_HOLE_END + self.high_bytes() && self.high_bytes() > 0)
     }
 
-    /// Returns the memory map as PC firmware reports it: conventional memory, the reserved area
-    /// below 1 MiB (which contains the VMM's tables), extended memory, and memory above 4 GiB.
+    /// Returns the memory map that PC firmware would report: conventional memory, the reserved area
+    /// below 1 MiB with the VMM's tables, extended memory, and memory above 4 GiB.
     pub fn map(&self) -> Vec<MemoryMapEntry> {
         let mut map = vec![
             MemoryMapEntry {

@@ -5,8 +5,8 @@ use std::str::FromStr;
 /// Maximum number of vCPUs of a guest.
 pub const MAX_CPUS: u8 = 64;
 
-/// Initial and maximum number of vCPUs: `--cpus N` or `--cpus N,max=M`. vCPU numbers range from 0
-/// to `max - 1`, and vCPUs numbered `present` or higher are initially absent.
+/// Initial and maximum number of vCPUs of a VM, as in `--cpus N` or `--cpus N,max=M`. vCPU numbers
+/// range from 0 to `max - 1`. vCPUs with the number `present` or a higher one are initially absent.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct VcpuCountRange {
     present: u8,
@@ -36,14 +36,14 @@ pub enum VcpuNumbersError {
 }
 
 impl Default for VcpuCountRange {
-    /// Returns the numbers of a VM with one vCPU and no hot-plug.
+    /// Returns the numbers of a VM with one vCPU and without CPU hot-plug.
     fn default() -> Self {
         Self { present: 1, max: 1 }
     }
 }
 
 impl VcpuCountRange {
-    /// Creates a range of `present` to `max` vCPUs.
+    /// Creates the range of a VM with initially `present` and at most `max` vCPUs.
     ///
     /// # Errors
     /// Returns a [`VcpuNumbersError`] if a number is out of range.

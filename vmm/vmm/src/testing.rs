@@ -22,7 +22,7 @@ use crate::vm::restore::{RestoredMachine, RestoredMemory};
 use crate::vm::save::VmSnapshot;
 use crate::vm::{RunningVm, Vm, VmConfig};
 
-/// Address of the guest code, which runs in 32-bit mode without paging.
+/// Guest-physical address of the guest code, which runs in 32-bit mode without paging.
 pub(crate) const CODE: u64 = 0x10_0020;
 
 /// Builds a multiboot kernel from guest code.
@@ -43,7 +43,7 @@ pub(crate) fn halted_vm() -> Option<RunningVm> {
     vm(&[0xF4, 0xEB, 0xFD], |_| ())
 }
 
-/// Starts a VM with `code` as its guest. `change` adjusts the configuration.
+/// Starts a VM whose guest executes `code`. `change` can modify the configuration.
 pub(crate) fn vm(code: &[u8], change: impl FnOnce(&mut VmConfig)) -> Option<RunningVm> {
     vm_with_devices(code, Vec::new(), change)
 }
@@ -65,7 +65,7 @@ pub(crate) fn vm_with_devices(
     Some(vm.start().unwrap())
 }
 
-/// Number of entries of a queue that [`start_device`] sets up.
+/// Number of entries of each queue that [`start_device`] sets up.
 pub(crate) const QUEUE_SIZE: u16 = 16;
 
 /// Returns the guest-physical addresses of the descriptor table, the available ring and the used
@@ -149,7 +149,7 @@ pub(crate) fn memory_file(memory: &RestoredMemory) -> &File {
     }
 }
 
-/// Returns the configuration of a VM with this guest code.
+/// Returns the configuration of a VM whose guest executes `code`.
 pub(crate) fn config(code: &[u8]) -> VmConfig {
     VmConfig {
         cpus: "2".parse().unwrap(),
@@ -161,7 +161,7 @@ pub(crate) fn config(code: &[u8]) -> VmConfig {
     }
 }
 
-/// Returns the control interface of `vm` after all of its vCPUs have attached to perf-core.
+/// Returns the control interface of `vm`, when all its vCPUs are attached to perf-core.
 pub(crate) fn control_target(vm: &RunningVm) -> ControlledVm {
     let control_target = ControlledVm {
         moved_from: None,

@@ -155,7 +155,7 @@ impl AsRawFd for SchedulingTickTimer {
     }
 }
 
-/// A timer that fires when the next rotation of multiplexed events is due.
+/// Timer that fires when a rotation of multiplexed events is due.
 #[derive(Debug)]
 pub struct RotationTimer {
     policy: MuxPolicy,
@@ -191,8 +191,8 @@ impl RotationTimer {
         }
     }
 
-    /// Handles an expiration: rotates the events that are due and re-arms the timer while events
-    /// are multiplexed.
+    /// Rotates the events that are due after the timer has expired. Arms the timer again while
+    /// events are multiplexed.
     pub fn handle_expiration(&mut self, core: &PerfCore) {
         let _ = self.timer.wait();
         self.armed = false;
@@ -288,8 +288,8 @@ mod tests {
         }
     }
 
-    /// Events that are opened while no ticks were needed are rotated immediately, not after the
-    /// idle interval of 100 ms.
+    /// Events that are opened while no ticks are needed are rotated after a short interval, and not
+    /// only after the idle interval of 100 ms.
     #[test]
     fn tick_interval_shortens_when_events_multiplex() {
         let mut rig = contended(MuxPolicy::Rotate);
@@ -307,8 +307,8 @@ mod tests {
         assert_eq!((have_run(&rig.handles), have_run(&more)), (2, 2));
     }
 
-    /// Sampling with a fixed period needs infrequent ticks. After a throttle, ticks are frequent
-    /// for a while.
+    /// Sampling with a fixed period needs few ticks. After an event was throttled, ticks are
+    /// frequent for a while.
     #[test]
     fn fixed_period_sampling_ticks_rarely_until_throttled() {
         let pmu = Arc::new(SimPmu::with_slots(2));

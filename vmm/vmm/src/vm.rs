@@ -83,8 +83,8 @@ pub struct VmBuildInputs<'a> {
 }
 
 impl Vm {
-    /// Builds the machine and loads the guest. `devices` become its virtio devices, `probe`
-    /// describes the host's perf events, and `console` receives the serial port's output.
+    /// Builds the machine and loads the guest. The machine receives the virtio devices `devices`.
+    /// `probe` describes the host's perf events. The output of the serial port goes to `console`.
     ///
     /// # Errors
     /// Returns a [`VmError`] with the problem and the remedy in one line.
@@ -268,7 +268,7 @@ impl Vm {
         &self.control
     }
 
-    /// Sets a callback that runs just before the first guest instruction.
+    /// Sets a function to call directly before the first guest instruction.
     pub fn on_first_entry(&mut self, f: Box<dyn FnOnce() + Send>) {
         self.on_first_entry = Some(f);
     }
@@ -284,7 +284,7 @@ impl Vm {
         self.start = StartState::Held;
     }
 
-    /// Starts the threads of the vCPUs that are present at the start.
+    /// Starts the threads of the vCPUs that are initially present.
     ///
     /// # Errors
     /// Returns [`VmError::Vcpu`] if a thread cannot be started. In this case, all other threads are
@@ -338,11 +338,12 @@ enum StartState {
     Running,
     /// The vCPUs are paused.
     Paused,
-    /// The vCPUs are paused and the devices are stopped, because another process still owns the VM.
+    /// The vCPUs are paused and the devices are stopped, because the VM may still run in another
+    /// process.
     Held,
 }
 
-/// A VM whose vCPU threads are running. Dropping it stops them.
+/// A VM whose vCPU threads are running. The threads are stopped on drop.
 pub struct RunningVm {
     restarter: Option<GuestResetHandler>,
     symbols: Arc<ArcSwap<PackedSymbols>>,
@@ -426,7 +427,7 @@ impl RunningVm {
         self.registry.kicker()
     }
 
-    /// Stops the vCPUs if they still run, and joins their threads.
+    /// Stops the vCPUs if they still run, and waits until their threads have ended.
     pub fn stop_and_join(&mut self) {
         if self.kicker().is_empty() {
             return;

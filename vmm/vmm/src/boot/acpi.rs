@@ -186,7 +186,8 @@ fn madt(cpus: VcpuCountRange) -> Vec<u8> {
     madt.as_slice().to_vec()
 }
 
-/// Builds an interrupt source override (5.2.12.5) that maps ISA `irq` to global interrupt `gsi`.
+/// Builds a MADT interrupt source override (5.2.12.5), which maps ISA interrupt `irq` to global
+/// system interrupt `gsi`.
 fn source_override(irq: u8, gsi: u32, flags: u16) -> [u8; 10] {
     let g = gsi.to_le_bytes();
     let f = flags.to_le_bytes();

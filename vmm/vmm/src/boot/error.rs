@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use crate::kvm::call::KvmIoctlError;
 use thiserror::Error;
 
-/// Error when loading a guest. Each message is one line that names the problem, the limit and the
+/// Error when loading a guest. A message is one line that names the problem, the limit and the
 /// remedy.
 #[derive(Debug, Error)]
 #[non_exhaustive]
@@ -13,7 +13,7 @@ pub enum BootError {
     /// The file is not a kernel, or is damaged.
     #[error(transparent)]
     Image(#[from] kernel_images::KernelImageError),
-    /// Replacing an RDPMC instruction of the kernel failed.
+    /// Replacing an RDPMC instruction in the kernel failed.
     #[error(transparent)]
     Rdpmc(#[from] guest_patching::rdpmc::RdpmcPatchError),
     /// Opening a file failed.
@@ -103,13 +103,13 @@ pub enum BootError {
         start: u64,
         /// Guest-physical end address of the segment, exclusive.
         end: u64,
-        /// Kind of kernel with its article, for the message: `a multiboot kernel` or
-        /// `a Linux kernel`.
+        /// Kind of kernel, with its article for the message: `a multiboot kernel` or `a Linux
+        /// kernel`.
         kind: &'static str,
         /// Address ranges where the kernel may load, in words, for the message.
         room: String,
     },
-    /// The kernel leaves too little free memory below 1 MiB.
+    /// The kernel leaves too little free memory below 1 MiB for the boot information.
     #[error(
         "kernel {name} leaves no two free pages below 0x9fc00 for boot data; link it to load at \
         0x100000 or above"
@@ -170,7 +170,7 @@ pub enum BootError {
         /// Position of the rejected byte in the command line, from 0.
         position: usize,
     },
-    /// Writing to guest memory failed, although the range was found to be valid before.
+    /// Writing to guest memory failed, although the range was checked before.
     #[error("cannot write {what} into guest memory at {address:#x}")]
     GuestMemory {
         /// Name of the object that could not be written, for example `a firmware table`.

@@ -6,12 +6,12 @@
 
 /// Global descriptor table of the boot processor.
 pub const GDT: u64 = 0x500;
-/// Interrupt descriptor table base of the boot processor. The limit is 0 until the guest loads its
-/// own table.
+/// Initial base of the boot processor's interrupt descriptor table. The limit is 0 until the guest
+/// loads its own table.
 pub const IDT: u64 = 0x560;
-/// Lowest load address of a multiboot kernel. The page below contains the GDT.
+/// Lowest address at which a multiboot kernel may be loaded. The page below contains the GDT.
 pub const LOW_KERNEL_START: u64 = 0x1000;
-/// Default address of the multiboot information structure.
+/// Address of the multiboot information structure, unless the kernel occupies it.
 pub const MULTIBOOT_INFO: u64 = 0x6000;
 /// Linux's boot_params ("zero page"), with the memory map and the address of the initrd.
 pub const ZERO_PAGE: u64 = 0x7000;
@@ -22,14 +22,15 @@ pub const PVH_START_INFO: u64 = ZERO_PAGE;
 pub const PML4: u64 = 0x9000;
 /// Page directory pointer table (PDPT) for 64-bit entry.
 pub const PDPT: u64 = 0xA000;
-/// Page directories: four pages that identity-map the first 4 GiB with 2 MiB pages.
+/// Four page directories, one page each, which identity-map the first 4 GiB with 2 MiB pages.
 pub const PAGE_DIRECTORIES: u64 = 0xB000;
-/// Initial stack pointer for 64-bit entry. The stack grows down through an otherwise unused page.
+/// Initial stack pointer for 64-bit entry. The stack grows down into a page that is otherwise
+/// unused.
 pub const BOOT_STACK: u64 = 0x8FF0;
 /// Address of the NUL-terminated command line. The command line of a multiboot kernel is placed
 /// elsewhere if the kernel occupies this address.
 pub const CMDLINE: u64 = 0x2_0000;
-/// Maximum length of a stored command line, without its NUL.
+/// Maximum length in bytes of the command line at [`CMDLINE`], without its NUL.
 pub const CMDLINE_MAX_BYTES: usize = 0xFFFF;
 /// ACPI RSDP, at the start of the BIOS area that kernels search for it.
 pub const RSDP: u64 = 0xE_0000;

@@ -19,7 +19,7 @@ use kernel_images::bzimage::{SETUP_HEADER_OFFSET, SetupHeader};
 pub(crate) const DEFAULT_CMDLINE_BYTES: usize = 2047;
 /// Highest address that an initrd may occupy if the kernel's setup header gives no limit.
 pub(crate) const DEFAULT_INITRD_MAX: u32 = 0x7FFF_FFFF;
-/// Size of the setup header in linux-loader's boot_params.
+/// Size of the setup header in boot_params, in bytes, as linux-loader defines it.
 const HEADER_MAX_BYTES: usize = 0x26C - SETUP_HEADER_OFFSET;
 const BOOT_FLAG: u16 = 0xAA55;
 const HEADER_MAGIC: u32 = u32::from_le_bytes(*b"HdrS");
@@ -27,7 +27,8 @@ const HEADER_MAGIC: u32 = u32::from_le_bytes(*b"HdrS");
 const LOADER_UNDEFINED: u8 = 0xFF;
 /// Bit 0 of the setup header's `loadflags`: the kernel is loaded at or above 1 MiB.
 const LOADED_HIGH: u8 = 1;
-/// Boot protocol version for an ELF image, which has no setup header: 2.15.
+/// Boot protocol version that boot_params reports for an ELF image, which has no setup header:
+/// 2.15.
 const PROTOCOL_VERSION: u16 = 0x020F;
 
 /// Writes boot_params ("zero page") and the command line to `ram`. `bzimage` contains the file and

@@ -119,8 +119,8 @@ pub struct BootRequest<'a> {
     /// `true` if the machine has PCI devices. The tables for Linux describe a PCI bus even if this
     /// is `false`, because Linux logs errors without one.
     pub pci: bool,
-    /// `true` to replace each RDPMC instruction with an exit on
-    /// [`TRAP_PORT`](guest_patching::finder::TRAP_PORT).
+    /// `true` to replace each RDPMC instruction of the kernel with a write to
+    /// [`TRAP_PORT`](guest_patching::finder::TRAP_PORT), which exits.
     pub patch_rdpmc: bool,
 }
 
@@ -178,10 +178,10 @@ pub struct LoadedGuest {
     pub text: Vec<TextRange>,
     /// Text symbols of the kernel, from its symbol table or from kallsyms. Empty if it has neither.
     pub symbols: Arc<PackedSymbols>,
-    /// RDPMC instructions of the kernel, whether or not they are replaced. With `patch_rdpmc`, each
-    /// of them causes an exit on [`TRAP_PORT`](guest_patching::finder::TRAP_PORT).
+    /// RDPMC instructions of the kernel. If `patch_rdpmc` was set, each of them was replaced with a
+    /// write to [`TRAP_PORT`](guest_patching::finder::TRAP_PORT).
     pub rdpmc_sites: Vec<RdpmcSite>,
-    /// Tables in a Linux kernel file that map perf's generic events to event selects.
+    /// Tables in the file of a Linux kernel that give the event selects of perf's generic events.
     pub event_tables: Vec<event_tables::EventTable>,
     /// Lists of top-down events in a Linux kernel file.
     pub topdown: Vec<topdown_events::TopdownList>,
@@ -191,8 +191,8 @@ pub struct LoadedGuest {
 }
 
 impl LoadedGuest {
-    /// Sets the boot processor's registers. Call this after KVM_SET_CPUID2 and before the first
-    /// KVM_RUN.
+    /// Sets the boot processor's registers for the entry into the kernel. Must be called after
+    /// KVM_SET_CPUID2 and before the first KVM_RUN.
     pub fn configure_bsp(&self, vcpu: &VcpuFd) -> Result<(), BootError> {
         regs::configure_bsp(&self.entry, vcpu)
     }
@@ -288,14 +288,14 @@ fn describe_content(data: &[u8]) -> &'static str {
     }
 }
 
-/// Returns whether the data begins with an MBR signature (which also precedes a GPT) or an ext4
-/// file system.
+/// Returns whether `data` begins with an MBR, which also precedes a GPT, or with an ext4 file
+/// system.
 fn is_disk(data: &[u8]) -> bool {
     let at = |offset: usize| data.get(offset..offset + 2);
     at(510) == Some(&[0x55, 0xAA]) || at(0x438) == Some(&[0x53, 0xEF])
 }
 
-/// Opens a regular, non-empty file and returns its size.
+/// Opens a regular file that is not empty, and returns its size.
 fn open_regular(what: &'static str, path: &Path) -> Result<(File, u64), BootError> {
     use std::os::unix::fs::FileTypeExt;
     // O_NONBLOCK: opening a FIFO must not wait for a writer before its type is checked.
@@ -361,8 +361,8 @@ fn read_kernel(path: &Path) -> Result<Vec<u8>, BootError> {
     Ok(data)
 }
 
-/// Checks that the command line contains only printable ASCII and does not exceed the kernel's
-/// limit.
+/// Returns an error if the command line contains a byte that is not printable ASCII or exceeds the
+/// kernel's limit.
 fn check_cmdline(cmdline: &str, limit_bytes: usize) -> Result<(), BootError> {
     if let Some((position, byte)) = cmdline
         .bytes()
@@ -432,8 +432,9 @@ fn load_segments(
     Ok(first..last)
 }
 
-/// Reads the initrd into RAM within `room`: at the highest possible address for Linux, and at the
-/// lowest for multiboot kernels, which often map only their first megabytes.
+/// Reads the initrd into RAM within `room`. The initrd of a Linux kernel is placed as high as
+/// possible, and that of a multiboot kernel as low as possible, because multiboot kernels often map
+/// only their first megabytes.
 #[expect(clippy::cast_possible_truncation, reason = "x86-64 only: usize has 64 bits")]
 fn load_initrd(ram: &GuestRam, path: &Path, room: Range<u64>, low: bool) -> Result<Range<u64>, BootError> {
     let (mut file, size_bytes) = open_regular("initrd", path)?;
@@ -464,8 +465,8 @@ fn load_initrd(ram: &GuestRam, path: &Path, room: Range<u64>, low: bool) -> Resu
     Ok(start..start + size_bytes)
 }
 
-/// Writes the VM generation ID. The ID is not part of the tables, because it changes when a
-/// snapshot is restored.
+/// Writes the VM generation ID to guest memory. The ID is written separately from the ACPI tables,
+/// because it changes when a snapshot is restored.
 ///
 /// # Errors
 /// Returns [`BootError`] if guest memory cannot be written.

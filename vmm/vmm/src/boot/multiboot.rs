@@ -17,12 +17,12 @@ const HEADER_MAGIC: u32 = 0x1BAD_B002;
 pub(crate) const ENTRY_MAGIC: u32 = 0x2BAD_B002;
 /// Number of bytes from the start of the file that must contain the multiboot header.
 const SEARCH_BYTES: usize = 8192;
-/// Multiboot header flag 0: modules must be page aligned. The VMM always aligns them.
+/// Multiboot header flag 0: modules must be page aligned. The VMM aligns all modules.
 const FLAG_ALIGN: u32 = 1 << 0;
-/// Multiboot header flag 1: memory information is required. The VMM always provides it.
+/// Multiboot header flag 1: the kernel needs memory information. The VMM always provides it.
 const FLAG_MEMORY: u32 = 1 << 1;
-/// Multiboot header flag 2: the kernel requests a video mode. Not supported; kernels continue
-/// without one.
+/// Multiboot header flag 2: the kernel requests a video mode. The VMM ignores the request, and
+/// kernels continue without a video mode.
 const FLAG_VIDEO: u32 = 1 << 2;
 /// Multiboot header flag 16: the address fields are valid ("a.out kludge").
 const FLAG_ADDRESSES: u32 = 1 << 16;
@@ -135,8 +135,8 @@ impl MultibootHeader {
     }
 }
 
-/// Finds the multiboot header: three aligned 32-bit words (magic, flags and checksum) with a sum of
-/// zero.
+/// Finds the multiboot header in the file: three aligned 32-bit words (magic, flags and checksum)
+/// whose sum is zero.
 pub(crate) fn find_header(data: &[u8]) -> Option<MultibootHeader> {
     let window = &data[..data.len().min(SEARCH_BYTES)];
     (0..window.len().saturating_sub(11))
@@ -161,7 +161,7 @@ pub(crate) fn check_flags(name: &str, header: &MultibootHeader) -> Result<(), Bo
     Ok(())
 }
 
-/// Returns the segment and the entry point that the address fields describe (3.1.3).
+/// Returns the segment and the entry point that the address fields of the header describe (3.1.3).
 pub(crate) fn address_fields<'a>(
     name: &str,
     data: &'a [u8],

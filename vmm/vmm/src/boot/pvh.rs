@@ -14,7 +14,7 @@ use super::error::BootError;
 use super::layout;
 use crate::memory::GuestRam;
 
-/// Magic number of start_info: "xEn3" with its highest bit set.
+/// Magic number of start_info: the characters "xEn3", with the highest bit set.
 const MAGIC: u32 = 0x336E_C578;
 /// Version of start_info: 1, the first version with a memory map.
 const VERSION: u32 = 1;

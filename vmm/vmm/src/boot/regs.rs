@@ -20,7 +20,7 @@ pub enum BootEntryState {
         /// Guest-physical address of the top-level page table.
         cr3: u64,
     },
-    /// 32-bit protected mode with flat segments and without paging, for multiboot and PVH.
+    /// 32-bit protected mode with flat segments and without paging, for multiboot and PVH kernels.
     Protected32 {
         /// Guest-physical entry point.
         eip: u32,

@@ -158,7 +158,8 @@ impl Console {
         }
     }
 
-    /// Unblocks all writers and prevents further blocking. Call this first when the VM shuts down.
+    /// Unblocks all writers of the console and prevents them from blocking again. Must be called
+    /// first when the VM shuts down.
     pub fn stop(&self) {
         if let Kind::Terminal(output) | Kind::File(output) = &self.kind {
             output.stop();

@@ -22,7 +22,7 @@ const KEYS: &str = "\r\nCtrl-A x       end the VM\r\nCtrl-A Ctrl-A  send Ctrl-A 
 pub struct ConsoleInput {
     source: StandardStream,
     guest: Arc<dyn ConsoleInputSink>,
-    /// Eventfd that is written once when the operator types Ctrl-A x.
+    /// Eventfd to which the subscriber writes when the operator types Ctrl-A x.
     quit: EventFd,
     escape: EscapeParser,
     waiting: VecDeque<u8>,
@@ -40,8 +40,8 @@ impl ConsoleInput {
         Self::on(libc::STDIN_FILENO, guest, quit)
     }
 
-    /// Creates a subscriber that reads `fd` instead of standard input. `fd` must stay open. See
-    /// [`ConsoleInput::stdin`].
+    /// Creates a subscriber like [`ConsoleInput::stdin`] that reads `fd` instead of standard input.
+    /// `fd` must stay open.
     pub fn on(fd: RawFd, guest: Arc<dyn ConsoleInputSink>, quit: EventFd) -> Self {
         ConsoleInput {
             source: StandardStream::of(fd),
@@ -201,7 +201,7 @@ mod tests {
     }
 
     impl ConsoleInputTest {
-        /// Reads `n` bytes from the serial port like a polling guest.
+        /// Reads `n` bytes from the serial port, as a guest does that polls the port.
         fn read_guest(&mut self, n: usize) -> Vec<u8> {
             let mut got = Vec::new();
             while got.len() < n {

@@ -39,7 +39,8 @@ const INPUT_BUFFER_BYTES: usize = 4096;
 
 /// A guest device that receives console input.
 pub trait ConsoleInputSink: Send + Sync {
-    /// Passes as many of `bytes` to the guest as fit and returns their number. Never blocks.
+    /// Passes as many of `bytes` to the guest as the device has space for, and returns their
+    /// number. Never blocks.
     fn send(&self, bytes: &[u8]) -> usize;
 
     /// Returns the eventfd that signals free space in the device's input buffer, after

@@ -21,7 +21,7 @@ struct OutputState {
     /// `true` while the writer thread is in write(2). The bytes that it writes are no longer in the
     /// buffer.
     writing: bool,
-    /// `true` if writers no longer block. Output that does not fit is then dropped.
+    /// `true` if writers no longer block. They drop output that does not fit into the buffer.
     stopped: bool,
     /// `true` if the writer thread must exit, because [`ConsoleOutput::finish`] no longer waits or
     /// the sink has failed.
@@ -79,8 +79,9 @@ impl ConsoleOutput {
         })
     }
 
-    /// Returns a writer that blocks for at most 100 ms while the buffer is full. After a timeout it
-    /// drops output that does not fit, and does not block again until the sink has accepted output.
+    /// Returns a writer that blocks for at most 100 ms while the buffer is full. After a timeout,
+    /// the writer drops output that does not fit. It does not block again before the sink has
+    /// accepted output.
     pub fn impatient_writer(&self) -> Box<dyn Write + Send> {
         Box::new(ConsoleWriter {
             shared: Arc::clone(&self.shared),
@@ -88,7 +89,8 @@ impl ConsoleOutput {
         })
     }
 
-    /// Unblocks all writers and prevents further blocking. Call this first when the VM shuts down.
+    /// Unblocks all writers and prevents them from blocking again. Must be called first when the VM
+    /// shuts down.
     pub fn stop(&self) {
         self.shared.lock().stopped = true;
         self.shared.changed.notify_all();
@@ -235,8 +237,8 @@ mod tests {
         drop(reader);
     }
 
-    /// A reader that does not read costs a busy-waiting guest one timeout in total, not one per
-    /// byte. Buffered output is delivered when the reader resumes.
+    /// A reader that does not read delays a busy-waiting guest by one timeout in total, not by one
+    /// per byte. When the reader resumes, it receives the buffered output.
     #[test]
     fn impatient_writer_times_out_once_for_stalled_reader() {
         let (mut reader, writer) = io::pipe().unwrap();

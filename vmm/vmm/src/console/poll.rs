@@ -5,7 +5,8 @@ use std::io;
 use std::os::fd::RawFd;
 use std::time::Duration;
 
-/// Waits up to `limit` until `fd` is writable or broken. May return early on a signal.
+/// Waits until `fd` is writable or broken, but at most for `limit`. May return early because of a
+/// signal.
 pub(super) fn wait_for_room(fd: RawFd, limit: Option<Duration>) {
     let mut poll = libc::pollfd {
         fd,

@@ -75,7 +75,7 @@ mod tests {
         (OwnedFd::from(read).into(), write)
     }
 
-    /// Dropping a [`StandardStream`] must not close a stream that the parent process shares.
+    /// Dropping a [`StandardStream`] does not close the stream, which the parent process may share.
     #[test]
     fn standard_stream_drop_keeps_descriptor_open() {
         let (mut read, write) = io::pipe().unwrap();
@@ -103,7 +103,7 @@ mod tests {
         assert!(all.ends_with(b"\0the end"));
     }
 
-    /// A wait for space returns at its time limit, and when the reader closes the stream.
+    /// A wait for free space ends at its time limit, or when the reader closes the stream.
     #[test]
     fn poll_ends_at_timeout_and_hangup() {
         let (read, write) = full_pipe();

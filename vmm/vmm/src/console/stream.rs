@@ -42,7 +42,7 @@ struct BacklogState {
 /// Output of the guest that no client has received yet.
 pub(super) struct Backlog {
     waiting: Mutex<BacklogState>,
-    /// Eventfd that is written when the backlog changes from empty to non-empty.
+    /// Eventfd that is written when output arrives in the empty backlog.
     wake: EventFd,
 }
 
@@ -58,7 +58,7 @@ impl Backlog {
         self.waiting.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Returns a writer that a device uses to add output to the backlog.
+    /// Returns a writer with which a device adds output to the backlog.
     pub(super) fn writer(self: &Arc<Self>) -> Box<dyn Write + Send> {
         Box::new(BacklogWriter(self.clone()))
     }
@@ -309,7 +309,7 @@ impl StreamConsole {
         }
     }
 
-    /// Removes a disconnected client and updates the epoll set.
+    /// Closes the connection of a disconnected client, and updates the descriptor in the epoll set.
     fn watch(&mut self, ops: &mut EventOps) {
         let wanted = self.wanted();
         if wanted != self.watched {
@@ -333,8 +333,8 @@ impl StreamConsole {
         }
     }
 
-    /// Writes remaining output for up to `limit`. Returns the number of bytes that a connected
-    /// client did not read.
+    /// Writes the remaining output to the client for up to `limit`. Returns the number of bytes
+    /// that a connected client has not received by then.
     pub(super) fn finish(&mut self, limit: Duration) -> u64 {
         let end = Instant::now() + limit;
         loop {
@@ -352,7 +352,7 @@ impl StreamConsole {
         }
     }
 
-    /// Returns the number of bytes lost because the backlog was full.
+    /// Returns the number of bytes of output that were dropped because the backlog was full.
     pub(super) fn lost_bytes(&self) -> u64 {
         self.backlog.lock().lost_bytes
     }

@@ -23,8 +23,9 @@ const ENDING_SIGNALS: [libc::c_int; 5] = [
     libc::SIGTERM,
     libc::SIGABRT,
 ];
-/// Signals that a fault in this process raises. The Rust runtime handles some of them to report
-/// stack overflows and then repeats the fault, so their previous actions are saved and chained.
+/// Signals that a fault in this process raises. The Rust runtime handles some of them, to report
+/// stack overflows. After the terminal is restored, the previous action of the signal is
+/// reinstalled and handles the fault when it occurs again.
 const FAULT_SIGNALS: [libc::c_int; 4] = [libc::SIGILL, libc::SIGFPE, libc::SIGBUS, libc::SIGSEGV];
 /// Actions of [`FAULT_SIGNALS`] before raw mode.
 static PREVIOUS: [OnceLock<libc::sigaction>; FAULT_SIGNALS.len()] = [const { OnceLock::new() }; 4];
@@ -36,9 +37,11 @@ static PREVIOUS: [OnceLock<libc::sigaction>; FAULT_SIGNALS.len()] = [const { Onc
 pub struct RawTerminal(());
 
 impl RawTerminal {
-    /// Puts the terminal into raw mode. Returns `Ok(None)` if standard input is not a terminal.
+    /// Puts the terminal on standard input into raw mode. Returns `Ok(None)` if standard input is
+    /// not a terminal.
     ///
-    /// Install handlers for SIGTERM and SIGINT before this call; existing handlers are kept.
+    /// Handlers for SIGTERM and SIGINT should be installed before this call, because existing
+    /// handlers are kept.
     pub fn enter() -> io::Result<Option<Self>> {
         // SAFETY: isatty only inspects a descriptor number.
         if unsafe { libc::isatty(libc::STDIN_FILENO) } != 1 {
@@ -88,7 +91,8 @@ impl Drop for RawTerminal {
     }
 }
 
-/// Restores the terminal if it is in raw mode. Async-signal-safe and idempotent.
+/// Restores the original settings if the terminal is in raw mode. Async-signal-safe. May be called
+/// repeatedly.
 pub fn restore_terminal() {
     if RAW.swap(false, Ordering::SeqCst)
         && let Some(saved) = SAVED.get()

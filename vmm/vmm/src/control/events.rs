@@ -24,7 +24,7 @@ pub(super) struct OperatorEvent {
 /// Reason why an operator's event cannot be counted.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub(super) enum UnsupportedEventError {
-    /// The event has the modifier `h` without `G`, so it would count the host only.
+    /// The event has the modifier `h` without `G`, which selects code of the host only.
     #[error("events count the guest only; for the host, use perf on the VMM's threads")]
     HostOnly,
     /// The event has the modifier `p` or `P`, which requests precise samples.

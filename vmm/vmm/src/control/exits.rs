@@ -23,8 +23,8 @@ impl ExitCountSnapshot {
     }
 }
 
-/// Exits since one client began to watch them. Exits are counted and timed while at least one watch
-/// exists.
+/// Watch of one client over the exits of all vCPUs, which begins at the client's first request.
+/// Exits are counted and timed while at least one watch exists.
 #[derive(Debug)]
 pub(super) struct ExitWatch {
     tables: Vec<(u32, Arc<VcpuExitStatistics>)>,

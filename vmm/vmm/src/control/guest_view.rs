@@ -62,7 +62,7 @@ fn kvm_counter(view: &CounterView) -> GuestCounter {
     }
 }
 
-/// Formats an event with its privilege levels in perf's notation.
+/// Formats the event of a counter in perf's notation, with its privilege levels.
 fn request_name(request: &EventRequest) -> String {
     let name = match (request.event, request.raw_config()) {
         (GuestEvent::Raw, Some(config)) => format!("r{config:x}"),

@@ -19,7 +19,7 @@ pub(super) fn service(metadata: &Option<Arc<MetadataService>>) -> Result<&Metada
     }
 }
 
-/// Converts the error of a rejected metadata change to the error for the client.
+/// Converts the error of a rejected change of the metadata to the error that the client receives.
 pub(super) fn refusal(error: MetadataStoreError) -> RequestError {
     RequestError {
         kind: match error {

@@ -59,8 +59,8 @@ mod tests {
 
     use super::*;
 
-    /// If one event cannot share a ring, the ring is detached from all events and can be requested
-    /// again.
+    /// If one event cannot use a shared ring, the ring is detached from all events, and a ring can
+    /// be requested again.
     #[test]
     fn failed_shared_ring_is_detached() {
         let core = PerfCore::builder()

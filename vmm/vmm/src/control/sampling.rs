@@ -18,7 +18,7 @@ const SAMPLE: SampleType = SampleType::IP
     .union(SampleType::STREAM_ID)
     .union(SampleType::RAW);
 
-/// Checks the parameters against the sample limits and the capabilities of the host.
+/// Returns an error if the sampling parameters exceed a limit or this host does not support them.
 ///
 /// # Errors
 /// Returns a [`RequestError`] of kind [`RequestErrorKind::Invalid`] or
@@ -69,8 +69,8 @@ pub(super) fn check(pmu: &VmPmu, sampling: SamplingParams) -> Result<(), Request
         .or_else(|e| fail(RequestErrorKind::Unsupported, error_line(&e)))
 }
 
-/// Returns the branch stack parameters of an event. Without a privilege level in the filter, the
-/// stacks contain branches at the levels that the event counts.
+/// Returns the parameters of an event's branch stacks. If the filter names no privilege level, the
+/// stacks contain branches at the levels at which the event counts.
 fn branch_sampling(stacks: BranchStacks, attr: &Attr) -> BranchSampling {
     let mut filter = BranchFilter::from_bits_truncate(stacks.filter);
     if !filter.intersects(BranchFilter::LEVELS) {

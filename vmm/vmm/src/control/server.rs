@@ -56,7 +56,8 @@ use virtio_devices::balloon::control::BalloonControl;
 
 /// Maximum number of open connections.
 const MAX_CONNECTIONS: usize = 32;
-/// Maximum number of observer connections. The limit keeps slots free for operators.
+/// Maximum number of open observer connections. The limit reserves the other connections for
+/// operators.
 const MAX_OBSERVERS: usize = 8;
 /// Sustained request rate limit of an operator connection, in requests per second.
 const REQUESTS_PER_SECOND: f64 = 1000.0;
@@ -65,7 +66,7 @@ const REQUESTS_PER_SECOND: f64 = 1000.0;
 const REQUESTS_OF_OBSERVERS: f64 = 200.0;
 /// Maximum number of requests that a connection may send at once.
 const REQUEST_BURST: f64 = 200.0;
-/// Maximum number of unsent reply bytes per connection.
+/// Maximum number of unsent bytes of replies per connection.
 const MAX_UNSENT: usize = 1 << 20;
 /// Maximum number of bytes read from one connection before other connections are served.
 const READ_CHUNK: usize = 16 << 10;
@@ -84,9 +85,9 @@ pub struct ControlledVm {
     /// Origin of the guest, for clients: for example the path of its kernel file, or the snapshot
     /// from which it was restored.
     pub guest: String,
-    /// The process from which the VM has moved to this one, if any.
+    /// Process from which the VM has moved to this one; `None` if it has not moved.
     pub moved_from: Option<MigrationSource>,
-    /// Target of the first serial port's console, in the syntax of the command line.
+    /// Target of the serial port's console, in the syntax of the command line.
     pub console: String,
     /// Target of the virtio console, in the syntax of the command line. Empty if the VM has no
     /// virtio console.
@@ -115,7 +116,7 @@ pub struct ControlledVm {
     pub metadata: Option<Arc<MetadataService>>,
     /// Parts of the VM that a snapshot needs.
     pub snapshots: Arc<VmSnapshotInputs>,
-    /// Command-line options that determine the machine. They are stored in snapshots.
+    /// Command-line options that determine the machine, for the state file of a snapshot.
     pub options: BTreeMap<String, String>,
     /// Number of requests for the guest's counters so far. Each request uses the next number as its
     /// generation.
@@ -597,7 +598,7 @@ fn spare() -> Option<EventFd> {
     EventFd::new(EFD_CLOEXEC).ok()
 }
 
-/// Returns whether a call failed because the process or the host has no free descriptors.
+/// Returns whether `error` means that the process or the host has no free file descriptors.
 fn is_out_of_descriptors(e: &io::Error) -> bool {
     matches!(e.raw_os_error(), Some(libc::EMFILE | libc::ENFILE))
 }

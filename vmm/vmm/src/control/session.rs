@@ -47,7 +47,7 @@ pub struct EventSession {
     ring_layout: Option<RingLayout>,
     /// vCPUs that were plugged in and whose ring the client has not fetched yet.
     made: BTreeSet<u32>,
-    /// `true` if the client's last enable or disable request enabled the events.
+    /// `true` if the events are enabled, according to the last request of the client.
     enabled: bool,
     /// Events on vCPUs that were plugged in, not yet reported to the client.
     joined: Vec<PluggedVcpuEvents>,
@@ -96,12 +96,12 @@ struct HostRing {
 enum HostRingUnavailable {
     #[error(transparent)]
     Sampling(#[from] HostSamplingError),
-    /// The samples would reveal host data that the user may not see.
+    /// The samples would reveal data of the host that this user may not see.
     #[error(transparent)]
     Denied(#[from] OpenError),
 }
 
-/// Error for a group that mixes events of the whole VM with events of vCPUs.
+/// Error for an event group that contains both events of the whole VM and events of vCPUs.
 #[derive(Clone, Copy, Debug, thiserror::Error)]
 #[error(
     "kvm:vm:… counts for the whole VM and cannot be in a group with events of vCPUs; name it outside the braces"
@@ -131,7 +131,7 @@ impl EventSession {
         }
     }
 
-    /// Opens a list of events on some or all vCPUs, disabled.
+    /// Opens the events in a list on some or all vCPUs. The events are initially disabled.
     ///
     /// # Errors
     /// Returns a [`RequestError`] if the list cannot be parsed, a vCPU does not exist, a limit is
@@ -287,7 +287,7 @@ impl EventSession {
         Ok(())
     }
 
-    /// Returns the events opened on hot-plugged vCPUs since the last call.
+    /// Returns the events that were opened on hot-plugged vCPUs since the last call.
     pub fn joined(&mut self) -> Vec<PluggedVcpuEvents> {
         std::mem::take(&mut self.joined)
     }
@@ -448,8 +448,8 @@ impl EventSession {
         }
     }
 
-    /// Returns a description of the ring in which the host kernel samples the event `handle`, and a
-    /// duplicate of the ring's descriptor.
+    /// Returns a description of the ring into which the host kernel samples the event `handle`, and
+    /// a duplicate of the ring's file descriptor.
     ///
     /// # Errors
     /// Returns a [`RequestError`] if the event does not exist, it has no such ring, or no
@@ -577,7 +577,7 @@ impl EventSession {
         self.events.is_empty()
     }
 
-    /// Creates a ring for all sampling events of `vcpu`.
+    /// Creates one ring for all sampling events of `vcpu`.
     ///
     /// # Errors
     /// Returns a [`RequestError`] if the size is too large or not a power of two, the vCPU has no
@@ -632,8 +632,8 @@ impl EventSession {
         }
     }
 
-    /// Returns the difference between the host's `CLOCK_MONOTONIC` and the clock of the sample
-    /// times, in nanoseconds.
+    /// Returns the difference, in nanoseconds, between the host's `CLOCK_MONOTONIC` and the clock
+    /// that gives the times of samples.
     fn clock_offset_ns(&self) -> u64 {
         host::monotonic_ns().saturating_sub(self.pmu.core().now_ns())
     }

@@ -136,7 +136,7 @@ mod tests {
     use super::*;
 
     /// A press of the power button asserts the SCI until the guest clears the status bit. A guest
-    /// that has not enabled the event never receives it.
+    /// that has not enabled the power button event does not see the press.
     #[test]
     fn power_button_asserts_sci_until_acknowledged() {
         let level = Arc::new(AtomicBool::new(false));
@@ -165,9 +165,9 @@ mod tests {
     }
 
     proptest::proptest! {
-        /// The SCI level always equals the bits that are set in both the status and the enable
-        /// register. Only writing a one clears a status bit, and only the soft-off sleep type
-        /// powers off the machine.
+        /// The SCI is asserted exactly while a bit is set in both the status and the enable
+        /// register. Only writing a one clears a status bit. Only the sleep type of soft-off powers
+        /// the machine off.
         #[test]
         fn sci_level_follows_status_and_enable(
             steps in proptest::collection::vec((0u16..7, proptest::prelude::any::<u8>()), 0..60),

@@ -1,5 +1,5 @@
-//! CMOS memory and real-time clock: 128 bytes with the time in BCD and the memory sizes that
-//! firmware stores.
+//! CMOS memory and real-time clock: 128 bytes, which include the time in BCD and the memory sizes
+//! that PC firmware stores.
 
 use std::time::{SystemTime, UNIX_EPOCH};
 
@@ -7,7 +7,7 @@ use snapshot::state::SavedBoard;
 
 use super::ports::CMOS_CENTURY;
 
-/// Status register A: 32768 Hz divider, 1024 Hz rate, no update in progress.
+/// Value of status register A: 32768 Hz divider, 1024 Hz rate, no update in progress.
 const STATUS_A: u8 = 0x26;
 /// Status register B: 24-hour mode, BCD.
 const STATUS_B: u8 = 0x02;
@@ -105,7 +105,7 @@ impl Cmos {
         board.cmos = self.memory.to_vec().into();
     }
 
-    /// Restores saved registers. Returns `false` if the registers are not valid for a CMOS.
+    /// Restores the registers from a snapshot. Returns `false` if their values are impossible.
     pub fn restore(&mut self, board: &SavedBoard) -> bool {
         let Ok(memory) = <[u8; 128]>::try_from(board.cmos.0.as_slice()) else {
             return false;
@@ -154,8 +154,8 @@ impl Cmos {
         }
     }
 
-    /// Writes the selected register. Writes to the time and to read-only registers are ignored,
-    /// because the clock follows the host.
+    /// Writes the selected register. Ignores writes to the time and to read-only registers, because
+    /// the clock follows that of the host.
     pub fn write(&mut self, value: u8) {
         match self.index {
             0x00 | 0x02 | 0x04 | 0x06..=0x09 | CMOS_CENTURY | REG_C | REG_D => {}
@@ -209,8 +209,8 @@ mod tests {
         assert_eq!(c.read_at(0x5D, 0), 1);
     }
 
-    /// Guest writes change the CMOS memory only: they cannot move the clock, hide the battery, or
-    /// leave an interrupt or update pending forever.
+    /// Guest writes change only the CMOS memory. They cannot change the time, report an empty
+    /// battery, or leave an interrupt or update pending forever.
     #[test]
     fn cmos_writes_do_not_change_clock() {
         for value in [0u8, 0x55, 0xAA, 0xFF] {
@@ -237,8 +237,8 @@ mod tests {
         }
     }
 
-    /// Bit 7 of a value written to the CMOS index port disables NMI on a PC and does not select a
-    /// register.
+    /// Bit 7 of a value that the guest writes to the CMOS index port, which disables NMIs on a PC,
+    /// does not affect the selection of a register.
     #[test]
     fn cmos_index_ignores_bit_7() {
         let mut c = Cmos::new(64 << 20, 2);

@@ -59,7 +59,8 @@ impl VcpuSet {
         Self(1u64.checked_shl(end.into()).map_or(u64::MAX, |bit| bit - 1))
     }
 
-    /// Returns the set with one vCPU, or the empty set for a number above the maximum.
+    /// Returns the set that contains only `vcpu`, or the empty set if the number is above the
+    /// maximum.
     pub fn of(vcpu: u8) -> Self {
         Self(1u64.checked_shl(vcpu.into()).unwrap_or(0))
     }
@@ -113,7 +114,7 @@ impl VcpuSet {
     }
 }
 
-/// State of CPU hot-plug from the guest's point of view.
+/// State of CPU hot-plug, as the guest sees it.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct CpuPlugState {
     /// Processors that are present for the guest.
@@ -140,7 +141,8 @@ struct Registers {
     come: VcpuSet,
     /// Processors whose "ejection requested" bit is set in the status register.
     called: VcpuSet,
-    /// Processors whose ejection was requested and that the guest has neither ejected nor refused.
+    /// Processors whose ejection was requested and which the guest has neither ejected nor refused
+    /// to eject.
     asked_for: VcpuSet,
     /// Processors that the guest has ejected and that [`CpuHotplugDevice::take_ejected`] has not
     /// returned yet.
@@ -179,7 +181,7 @@ impl CpuHotplugDevice {
         })
     }
 
-    /// Resets the device to its initial state with the first `shown` processors present.
+    /// Resets the device to its initial state, in which the first `shown` processors are present.
     pub fn reset(&self, shown: u8) {
         let mut registers = self.lock();
         *registers = Registers {
@@ -204,7 +206,8 @@ impl CpuHotplugDevice {
         })
     }
 
-    /// Restores saved registers. Processors that do not exist are ignored.
+    /// Restores the registers from a snapshot. Ignores processors that do not exist in this
+    /// machine.
     pub fn restore(&self, saved: &SavedCpuPlug) {
         let mut registers = self.lock();
         let existing = |bits: u64| VcpuSet::from_bits(bits).within(registers.all);
@@ -228,7 +231,7 @@ impl CpuHotplugDevice {
         &self.interrupt
     }
 
-    /// Returns an eventfd that becomes readable when the guest has ejected a processor. See
+    /// Returns the eventfd that is readable when the guest has ejected a processor. See
     /// [`CpuHotplugDevice::take_ejected`].
     pub fn ejected(&self) -> &EventFd {
         &self.ejected
@@ -293,7 +296,7 @@ impl CpuHotplugDevice {
         }
     }
 
-    /// Reads the byte at `offset` from the first port of the device.
+    /// Reads the byte at `offset` from the device's first I/O port.
     pub fn read_byte(&self, offset: u16) -> u8 {
         let registers = self.lock();
         match offset {
@@ -303,7 +306,7 @@ impl CpuHotplugDevice {
         }
     }
 
-    /// Writes the byte at `offset` from the first port of the device.
+    /// Writes the byte at `offset` from the device's first I/O port.
     pub fn write_byte(&self, offset: u16, value: u8) {
         let mut registers = self.lock();
         match offset {
@@ -338,7 +341,8 @@ impl CpuHotplugDevice {
 }
 
 impl Registers {
-    /// Returns the selected processor, or the empty set for an invalid selection.
+    /// Returns the set that contains the selected processor. Empty if the guest has selected a
+    /// number without a processor.
     fn selected(&self) -> VcpuSet {
         VcpuSet::of(self.selector).within(self.all)
     }
@@ -507,8 +511,8 @@ mod tests {
     }
 
     proptest! {
-        /// Regardless of the guest's writes, processor 0 stays present, absent processors stay
-        /// absent, and only present processors are ejected, each at most once.
+        /// Whatever the guest writes, processor 0 stays present, absent processors stay absent, and
+        /// each other processor is ejected at most once.
         #[test]
         fn guest_ejects_only_present_processors(
             writes in proptest::collection::vec((0u16..20, any::<u8>()), 0..300)

@@ -143,7 +143,8 @@ mod tests {
         }
     }
 
-    /// A one-byte write to the fw_cfg selector port selects an item with a low key.
+    /// A write of one byte to the fw_cfg selector port selects an item whose key fits into one
+    /// byte.
     #[test]
     fn fw_cfg_selector_accepts_byte_write() {
         let mut device = device();

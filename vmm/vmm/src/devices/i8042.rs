@@ -133,9 +133,8 @@ mod tests {
         assert_eq!(c.read_data(), 0x47);
     }
 
-    /// A command that takes a data byte consumes exactly one. A data byte that no command expects
-    /// goes to a keyboard port without a device, which responds with "resend". Another command
-    /// cancels a command that still expects its byte.
+    /// A command that takes a data byte uses exactly one, unless another command follows first. Any
+    /// other data byte goes to a keyboard port without a device, which responds with "resend".
     #[test]
     fn i8042_command_consumes_one_data_byte() {
         let mut c = I8042::default();
@@ -160,8 +159,9 @@ mod tests {
         assert_eq!(c.read_data(), OUTPUT_NOT_RESET | OUTPUT_A20);
     }
 
-    /// Only two commands reset the machine: a write to the output port that clears the reset bit,
-    /// and the pulse command. The same byte written elsewhere does not.
+    /// Only two commands reset the machine: a write to the output port in which the reset bit is
+    /// clear, and the pulse command. The same byte written to another port of the controller does
+    /// not.
     #[test]
     fn i8042_resets_only_through_output_port() {
         for low in [0x00, 0x02, 0xDE, 0xFE] {

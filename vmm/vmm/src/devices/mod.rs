@@ -36,9 +36,9 @@ pub use outcome::DeviceWriteOutcome;
 
 use crate::numbers::VcpuCountRange;
 
-/// System control port A: writing a one resets the processor.
+/// Bit of system control port A that resets the processor when a one is written.
 const CONTROL_A_RESET: u8 = 1 << 0;
-/// System control port A: address line 20 is enabled. Always set.
+/// Bit of system control port A that enables address line A20. Reads as one.
 const CONTROL_A_A20: u8 = 1 << 1;
 
 /// The port and MMIO buses, shared by all vCPU threads. Each device has a separate lock, which is
@@ -224,7 +224,8 @@ impl DeviceBus {
         }
     }
 
-    /// Handles a string IN (`rep ins`). `data` holds several accesses of `width` bytes to one port.
+    /// Handles a string IN (`rep ins`). `data` receives several accesses of `width` bytes each to
+    /// one port.
     pub fn io_in_string(&self, port: u16, width: usize, data: &mut [u8]) {
         for access in data.chunks_mut(width.clamp(1, 4)) {
             self.io_in(port, access);
@@ -256,7 +257,7 @@ impl DeviceBus {
         data.fill(0xFF);
     }
 
-    /// Handles an MMIO write. Ignores it if no PCI function claims the address.
+    /// Handles an MMIO write. Ignores the write if no PCI function claims the address.
     pub fn mmio_write(&self, address: u64, data: &[u8]) -> DeviceWriteOutcome {
         if !self
             .pci
@@ -409,8 +410,8 @@ mod tests {
         assert_eq!(b.io_out(0x60, &[0xDE]), DeviceWriteOutcome::Reset);
     }
 
-    /// A20 always reads as enabled, because code that enables address line 20 through port 0x92
-    /// waits until the bit reads as one.
+    /// The bit for A20 always reads as one, because code that enables A20 through port 0x92 waits
+    /// for this.
     #[test]
     fn a20_is_enabled_and_control_a_keeps_other_bits() {
         let b = bus();
@@ -453,8 +454,8 @@ mod tests {
         assert_eq!(read(0x7777, 2), [0, 0]);
     }
 
-    /// Without CPU hot-plug, the hot-plug registers are absent. With it, fw_cfg reports the present
-    /// and maximum number of processors.
+    /// A machine without CPU hot-plug has no hot-plug registers. With CPU hot-plug, fw_cfg reports
+    /// the present and the maximum number of processors.
     #[test]
     fn cpu_plug_registers_exist_only_with_hotplug() {
         assert_eq!(inb(&bus(), ports::CPU_PLUG + 1), 0xFF);

@@ -9,7 +9,7 @@ pub enum DeviceWriteOutcome {
     Reset,
     /// The guest has switched the machine off.
     PowerOff,
-    /// The guest terminated the VM through the debug-exit port, with this exit status for the
+    /// The guest has ended the VM through the debug-exit port. The value is the exit status of the
     /// process.
     Exit(u8),
 }

@@ -26,13 +26,13 @@ pub const POST: u16 = 0x80;
 pub const DEBUG_EXIT: u16 = 0xF4;
 /// Ports of the debug-exit device.
 pub const DEBUG_EXIT_PORTS: RangeInclusive<u16> = DEBUG_EXIT..=DEBUG_EXIT + 3;
-/// System control port A: fast A20 gate and fast reset.
+/// System control port A: fast control of A20 and fast reset.
 pub const SYSTEM_CONTROL_A: u16 = 0x92;
 /// Selector port of the fw_cfg device.
 pub const FW_CFG_SELECT: u16 = 0x510;
 /// Data port of the fw_cfg device.
 pub const FW_CFG_DATA: u16 = 0x511;
-/// ACPI PM1a event block: status and enable, 16 bits each.
+/// First I/O port of the ACPI PM1a event block: a status and an enable register of 16 bits each.
 pub const PM1A_EVENT: u16 = 0x600;
 /// Length of the PM1a event block in bytes.
 pub const PM1A_EVENT_LEN: u8 = 4;

@@ -7,7 +7,7 @@ use virtio_devices::transport::saved::RestoreDeviceError;
 
 use super::{CONTROL_A_RESET, DeviceBus, lock};
 
-/// Bit of the reset control register that resets the processor and always reads as zero.
+/// Bit of the reset control register that resets the processor. Always reads as zero.
 const RESET_CPU: u8 = 0x04;
 
 /// Error when restoring the devices of a machine from a snapshot.
@@ -19,7 +19,7 @@ pub enum RestoreBoardError {
     /// A virtio device differs from the saved one.
     #[error(transparent)]
     Device(#[from] RestoreDeviceError),
-    /// The saved machine has a PCI bus and this one has none, or vice versa.
+    /// The saved machine and this machine have different numbers of virtio devices.
     #[error(
         "the snapshot has {saved} virtio devices, this machine has {here}; give the same --disk, --net, --rng and --virtio-console options"
     )]
@@ -55,8 +55,8 @@ impl DeviceBus {
         Some(board)
     }
 
-    /// Restores the devices of the board and the virtio devices. The interrupt controllers must
-    /// already be restored, and no vCPU may run.
+    /// Restores all devices, including the virtio devices. The interrupt controllers must already
+    /// be restored, and no vCPU may run.
     ///
     /// # Errors
     /// Returns a [`RestoreBoardError`] if the state is invalid, or if the virtio devices differ.
@@ -113,8 +113,8 @@ mod tests {
         byte[0]
     }
 
-    /// Every restored device continues from its saved state, even if the VM was saved in the middle
-    /// of a device command.
+    /// Every device continues from its saved state, even if the VM was saved between the parts of a
+    /// device command.
     #[test]
     fn restored_board_continues_where_it_was() {
         let first = bus();

@@ -5,7 +5,7 @@ use std::str::FromStr;
 
 use crate::console::target::MAX_SOCKET_PATH;
 
-/// Socket of the gdb server and its start-up behaviour.
+/// Socket on which the gdb server listens, and whether the VM waits for a debugger.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct GdbConfig {
     /// Path of the Unix socket on which the gdb server listens.

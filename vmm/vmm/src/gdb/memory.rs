@@ -198,8 +198,8 @@ mod tests {
         assert_eq!(read(&memory, &pae, &[], 0x40_0000, &mut data), 0);
     }
 
-    /// Reads hide the debugger's breakpoints, and a write over a breakpoint takes effect when the
-    /// breakpoint is removed.
+    /// Reads show the bytes that the debugger's INT3s have replaced. A write to such a byte takes
+    /// effect when the INT3 is removed.
     #[test]
     fn breakpoint_is_hidden_from_reads_and_removed() {
         let memory = memory();

@@ -48,7 +48,8 @@ pub enum GdbError {
     Thread(#[source] io::Error),
 }
 
-/// A listening socket for debuggers that is not served yet. Only the VM's user can connect.
+/// A listening socket for debuggers, without a thread that serves it. Only the VM's user can
+/// connect.
 #[derive(Debug)]
 pub struct GdbSocket {
     listener: Listener,
@@ -113,7 +114,7 @@ fn lock(current: &Current) -> MutexGuard<'_, Option<UnixStream>> {
     current.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Handle of the thread that serves debuggers. Dropping it stops the thread.
+/// Handle of the thread that serves debuggers. The thread is stopped on drop.
 #[derive(Debug)]
 pub struct GdbServer {
     end: EventFd,

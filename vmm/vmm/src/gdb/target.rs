@@ -99,7 +99,7 @@ impl GdbTarget {
             .ok_or(TargetError::Errno(EINVAL))
     }
 
-    /// Stops the machine for a new debugger.
+    /// Stops the machine for a debugger that has just connected.
     ///
     /// # Errors
     /// Returns a [`VcpuStopError`] if the vCPUs do not stop.
@@ -127,7 +127,7 @@ impl GdbTarget {
         Ok(())
     }
 
-    /// Returns the stop reason to report to gdb, after a vCPU has stopped the machine or the
+    /// Returns the stop reason to report to gdb after a vCPU has stopped the machine, or after the
     /// debugger has sent Ctrl-C.
     ///
     /// # Errors
@@ -164,7 +164,7 @@ impl GdbTarget {
         })
     }
 
-    /// Removes all breakpoints of a disconnected debugger and resumes the machine.
+    /// Removes all breakpoints of a debugger that has disconnected, and resumes the machine.
     pub fn detach(&mut self) {
         let Some(debugger) = self.control.debugger() else {
             return;

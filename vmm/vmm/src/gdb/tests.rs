@@ -117,7 +117,8 @@ impl Gdb {
         self.hear()
     }
 
-    /// Returns RIP of gdb's current vCPU, which follows 16 general registers.
+    /// Returns RIP of the vCPU that gdb has selected. In gdb's format, RIP follows 16 general
+    /// registers.
     fn rip(&mut self) -> u64 {
         let all = self.ask("g");
         let bytes: Vec<u8> = (0..8)
@@ -127,8 +128,8 @@ impl Gdb {
     }
 }
 
-/// A debugger that connects finds the guest stopped in its code, with both vCPUs as threads. An
-/// invalid request returns an error and the session continues.
+/// A debugger that connects finds the guest stopped, and both vCPUs as threads. An invalid request
+/// is answered with an error, and the session continues.
 #[test]
 fn attach_stops_guest_and_lists_vcpus() {
     let Some(vm) = DebuggedVm::new() else { return };
@@ -215,8 +216,8 @@ fn hardware_breakpoints_stop_guest_and_are_limited() {
     }
 }
 
-/// Reads hide an INT3 in guest memory. The INT3 is removed on request, when the debugger detaches,
-/// and when its connection breaks. The guest continues each time.
+/// Reads do not show the debugger's INT3s. An INT3 is removed on request, when the debugger
+/// detaches, and when its connection breaks. The guest then continues.
 #[test]
 fn detach_removes_breakpoints() {
     let Some(vm) = DebuggedVm::new() else { return };
@@ -248,8 +249,8 @@ fn detach_removes_breakpoints() {
     }
 }
 
-/// Ctrl-C stops a running guest. A kill command terminates the VM like a stop request from the
-/// operator.
+/// Ctrl-C stops a running guest. A kill command ends the VM, as a stop request from the operator
+/// does.
 #[test]
 fn interrupt_stops_and_kill_ends_guest() {
     let Some(vm) = DebuggedVm::new() else { return };

@@ -26,8 +26,8 @@ thread_local! {
     static PAGE: Cell<*mut kvm_run> = const { Cell::new(ptr::null_mut()) };
 }
 
-/// Makes the vCPU that this thread runs leave KVM_RUN, or return immediately from the next KVM_RUN.
-/// Has no effect if the thread runs no vCPU.
+/// Makes the vCPU that this thread runs leave KVM_RUN. If the thread is not in KVM_RUN, the next
+/// KVM_RUN returns immediately. Has no effect if the thread runs no vCPU.
 ///
 /// Async-signal-safe: accesses one const-initialised thread-local without a destructor and one byte
 /// of shared memory.
@@ -38,7 +38,8 @@ pub fn request_exit_of_current_vcpu() {
     }
 }
 
-/// Writes `value` to `immediate_exit` of `page`, the page of an [`ArmedVcpu`] of this thread.
+/// Writes `value` to the field `immediate_exit` of `page`, which belongs to an [`ArmedVcpu`] of
+/// this thread.
 fn write_immediate_exit(page: *mut kvm_run, value: u8) {
     // SAFETY: `page` points into the mapping that the descriptor of an `ArmedVcpu` owns.
     // `ImmediateExitGuard` is dropped before the descriptor and clears `PAGE`. Neither can leave
@@ -76,8 +77,8 @@ pub struct InternalErrorExit {
 }
 
 impl InternalErrorExit {
-    /// Creates an exit with the bytes of the instruction that KVM cannot emulate. Bytes after the
-    /// first 15 are ignored.
+    /// Creates an exit for an instruction with these bytes that KVM cannot emulate. Ignores bytes
+    /// after the first 15.
     #[must_use]
     pub fn new(suberror: u32, bytes: &[u8]) -> Self {
         let count = bytes.len().min(MAX_INSTRUCTION_BYTES);
@@ -185,7 +186,7 @@ impl ArmedVcpu {
         self.fd.raw_mut().get_kvm_run().apic_base
     }
 
-    /// Overrides the value of IA32_APIC_BASE that KVM reported at the last exit.
+    /// Replaces the value of IA32_APIC_BASE that KVM reported at the last exit.
     #[cfg(test)]
     pub fn set_apic_base(&mut self, apic_base: u64) {
         self.fd.raw_mut().get_kvm_run().apic_base = apic_base;

@@ -51,8 +51,8 @@ pub(super) fn to_bytes<T: KvmStruct>(value: &T) -> Base64Bytes {
     Base64Bytes(bytes.to_vec())
 }
 
-/// Returns the structure with these bytes, or `None` if the number of bytes differs from the size
-/// of the structure.
+/// Returns the KVM structure with these bytes. Returns `None` if their number is not the size of
+/// the structure.
 pub(super) fn from_bytes<T: KvmStruct>(bytes: &Base64Bytes) -> Option<T> {
     if bytes.0.len() != size_of::<T>() {
         return None;
@@ -67,8 +67,8 @@ pub(super) fn from_bytes<T: KvmStruct>(bytes: &Base64Bytes) -> Option<T> {
 }
 
 impl VcpuFd {
-    /// Reads the extended state (XSAVE) of the vCPU. `size` is its size in bytes as reported by
-    /// KVM.
+    /// Reads the extended state (XSAVE) of the vCPU. `size` is the size in bytes that KVM has
+    /// reported.
     ///
     /// # Errors
     /// Returns a [`KvmIoctlError`] if KVM_GET_XSAVE or KVM_GET_XSAVE2 fails.
@@ -108,7 +108,7 @@ pub(super) fn xsave_to_bytes(xsave: &Xsave) -> Base64Bytes {
     Base64Bytes(words.flat_map(|word| word.to_le_bytes()).collect())
 }
 
-/// Returns the extended state with these bytes, or `None` if the number of bytes is not `size`.
+/// Returns the extended state with these bytes. Returns `None` if their number is not `size`.
 pub(super) fn xsave_from_bytes(bytes: &Base64Bytes, size: usize) -> Option<Xsave> {
     if bytes.0.len() != size {
         return None;
@@ -126,7 +126,8 @@ pub(super) fn xsave_from_bytes(bytes: &Base64Bytes, size: usize) -> Option<Xsave
     Some(xsave)
 }
 
-/// Returns an extended state of `size` bytes for KVM to fill, or `None` if the size is impossible.
+/// Returns an extended state of `size` bytes, which KVM can fill. Returns `None` if the size is
+/// impossible.
 pub(super) fn empty_xsave(size: usize) -> Option<Xsave> {
     let extra = size.checked_sub(size_of::<kvm_xsave>())?;
     if extra % 4 != 0 || extra / 4 > kvm_bindings::kvm_xsave2::max_len() {
@@ -152,8 +153,8 @@ mod tests {
         assert!(from_bytes::<kvm_regs>(&Base64Bytes(bytes.0[1..].to_vec())).is_none());
     }
 
-    /// An extended state of more than 4 KiB is converted without loss. AVX-512 and AMX need more
-    /// than the 4 KiB of KVM_GET_XSAVE.
+    /// An extended state of more than 4 KiB, the size of KVM_GET_XSAVE, is converted without loss.
+    /// AVX-512 and AMX need more.
     #[test]
     fn wide_registers_survive() {
         for size in [4096, 11_008] {

@@ -18,8 +18,8 @@ impl KvmIoctlError {
         move |source| Self { call, source }
     }
 
-    /// Creates an error for a call that succeeded with an unusable result, for example fewer
-    /// registers than requested.
+    /// Creates an error for a call that succeeded but whose result cannot be used, for example
+    /// because it contains fewer registers than requested.
     pub fn with_errno(call: &'static str, errno: i32) -> Self {
         Self::of(call)(kvm_ioctls::Error::new(errno))
     }
@@ -36,7 +36,7 @@ impl KvmIoctlError {
     }
 }
 
-/// Log of the calls of a thread, for tests of the call order.
+/// Record of the KVM calls that a thread makes, for tests of the order of calls.
 #[cfg(test)]
 pub(crate) mod log {
     use std::cell::RefCell;
@@ -50,7 +50,7 @@ pub(crate) mod log {
         CALLS.set(Some(Vec::new()));
     }
 
-    /// Ends the log, and returns the names of the calls made since it was started.
+    /// Stops recording, and returns the names of the calls since [`start`].
     pub(crate) fn finish() -> Vec<&'static str> {
         CALLS.take().unwrap_or_default()
     }

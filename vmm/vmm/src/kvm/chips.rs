@@ -11,7 +11,7 @@ use super::bytes::{from_bytes, to_bytes};
 use super::call::KvmIoctlError;
 use super::vm_fd::VmFd;
 
-/// Interrupt controllers, in the order of their restoration.
+/// Interrupt controllers in the order in which they are restored.
 const CHIPS: [u32; 3] = [KVM_IRQCHIP_PIC_MASTER, KVM_IRQCHIP_PIC_SLAVE, KVM_IRQCHIP_IOAPIC];
 
 /// State of the two PICs, the I/O APIC and the PIT.
@@ -45,7 +45,7 @@ impl IrqchipState {
         })
     }
 
-    /// Returns the state for a snapshot, together with the value `clock_ns` of kvmclock.
+    /// Returns the state for a snapshot, which also contains the value `clock_ns` of kvmclock.
     pub fn to_saved(&self, clock_ns: u64) -> SavedVm {
         SavedVm {
             irqchips: self.irq.iter().map(to_bytes).collect(),
@@ -54,8 +54,8 @@ impl IrqchipState {
         }
     }
 
-    /// Returns the state in a snapshot, or `None` if it does not consist of three interrupt
-    /// controllers and a timer.
+    /// Returns the state that a snapshot contains. Returns `None` if the snapshot does not contain
+    /// three interrupt controllers and a timer.
     pub fn from_saved(saved: &SavedVm) -> Option<Self> {
         let irq: Vec<kvm_irqchip> = saved.irqchips.iter().map(from_bytes).collect::<Option<_>>()?;
         let ids: Vec<u32> = irq.iter().map(|chip| chip.chip_id).collect();
@@ -66,7 +66,7 @@ impl IrqchipState {
         })
     }
 
-    /// Restores the state. No vCPU may run meanwhile.
+    /// Writes the state to KVM. No vCPU may run during the call.
     ///
     /// # Errors
     /// Returns a [`KvmIoctlError`] if KVM rejects the state of a chip.
@@ -95,7 +95,8 @@ mod tests {
 
     use super::*;
 
-    /// A reset restores a PIT and PICs that the guest has programmed.
+    /// A reset returns the PIT and the PICs to their initial state after the guest has programmed
+    /// them.
     #[test]
     fn reset_restores_programmed_irqchips() {
         let Ok(kvm) = crate::kvm::host::open() else {

@@ -35,7 +35,7 @@ pub enum CpuidError {
         signature of that vendor, for example 6/94/3, or a --pmu of the host's vendor"
     )]
     SignatureVendor,
-    /// `--nested` on a host whose KVM does not support nested virtualisation.
+    /// `--nested` was given on a host whose KVM does not support nested virtualisation.
     #[error(
         "--nested: this host's KVM does not support nested guests; load kvm_intel or kvm_amd with \
         nested=1, or omit --nested"
@@ -55,7 +55,7 @@ const GENERIC_AMD_SIGNATURE: u32 = 0x0083_0f10;
 const LEAF1_ECX_TSC_DEADLINE: u32 = 1 << 24;
 /// CPUID.1:ECX.HYPERVISOR: the processor is virtual.
 const LEAF1_ECX_HYPERVISOR: u32 = 1 << 31;
-/// CPUID.1:EDX.HTT (the package has more than one logical processor).
+/// CPUID.1:EDX.HTT: the package has more than one logical processor.
 const LEAF1_EDX_HTT: u32 = 1 << 28;
 /// CPUID.1:ECX.VMX: the guest can use VT-x.
 const LEAF1_ECX_VMX: u32 = 1 << 5;
@@ -67,13 +67,13 @@ const SVM_LEAF: u32 = 0x8000_000a;
 const KVM_FEATURES_LEAF: u32 = 0x4000_0001;
 /// Bits of [`KVM_FEATURES_LEAF`] for features that use hypercalls: MMU operations (bit 2), kicking
 /// a halted vCPU (7), sending IPIs (11), yielding to a vCPU (13), mapping ranges of guest memory
-/// (16), control of migration (17). See Linux, Documentation/virt/kvm/x86/cpuid.rst.
+/// (16), and control of migration (17). See Linux, Documentation/virt/kvm/x86/cpuid.rst.
 const HYPERCALL_FEATURES: u32 = 1 << 2 | 1 << 7 | 1 << 11 | 1 << 13 | 1 << 16 | 1 << 17;
-/// Bit of [`KVM_FEATURES_LEAF`] for stolen time (5). KVM updates the steal time record in guest
+/// Bit 5 of [`KVM_FEATURES_LEAF`]: stolen time. KVM updates the record of stolen time in guest
 /// memory at each entry after an exit to user space.
 const STEAL_TIME: u32 = 1 << 5;
-/// CPUID leaf of the time stamp counter and core crystal clock: EBX/EAX is the ratio of the two,
-/// ECX the crystal frequency in Hz (Intel SDM vol. 2, CPUID).
+/// CPUID leaf of the time stamp counter and the core crystal clock. EBX/EAX is the ratio of their
+/// frequencies, and ECX is the crystal frequency in Hz (Intel SDM vol. 2, CPUID).
 const TSC_LEAF: u32 = 0x15;
 /// CPUID leaf of the processor frequencies in MHz: base in EAX, maximum in EBX, bus in ECX.
 const FREQUENCY_LEAF: u32 = 0x16;
@@ -92,7 +92,7 @@ const LEAF7_ECX_SHADOW_STACKS: u32 = 1 << 7;
 const LEAF7_ECX_BUS_LOCK_DETECT: u32 = 1 << 24;
 /// CPUID.(7,0):EBX bits of Intel TSX: HLE (4) and RTM (11).
 const LEAF7_EBX_TRANSACTIONS: u32 = 1 << 4 | 1 << 11;
-/// CPUID.(7,1):EAX.FRED: event delivery without an interrupt descriptor table.
+/// CPUID.(7,1):EAX.FRED: the processor delivers events without an interrupt descriptor table.
 const LEAF7_1_EAX_FRED: u32 = 1 << 17;
 /// CPUID.80000001:ECX.CMP_LEGACY: leaf 1 counts cores, not threads.
 const EXT1_ECX_CMP_LEGACY: u32 = 1 << 1;
@@ -122,8 +122,7 @@ pub struct GuestCpuidConfig<'a> {
     pub enters_handlers: bool,
 }
 
-/// Executes CPUID on the current processor. Can be passed to [`PmuModel::resolve`] as its CPUID
-/// reader.
+/// Executes CPUID on the current processor. Suitable as the CPUID reader of [`PmuModel::resolve`].
 pub fn read_host(leaf: u32, subleaf: u32) -> CpuidRegs {
     let r = std::arch::x86_64::__cpuid_count(leaf, subleaf);
     CpuidRegs {
@@ -202,7 +201,7 @@ pub fn for_vcpu(supported: &CpuId, guest: GuestCpuidConfig<'_>, id: u8) -> Resul
     CpuId::from_entries(&entries).map_err(|_| CpuidError::TooMany(count))
 }
 
-/// Hides VT-x and AMD-V. KVM reports them as supported if its `nested` parameter is on.
+/// Hides VT-x and AMD-V, which KVM reports as supported if its `nested` parameter is on.
 fn hide_virtualisation(entries: &mut [kvm_cpuid_entry2]) {
     for entry in entries {
         match entry.function {
@@ -225,8 +224,8 @@ fn hide_hypercalls(entries: &mut [kvm_cpuid_entry2]) {
     }
 }
 
-/// Hides bus lock detection. KVM reports the feature on AMD hosts but does not emulate it for
-/// guests there.
+/// Hides bus lock detection, which KVM reports on AMD hosts although it does not emulate the
+/// feature for guests there.
 fn hide_bus_lock_detection(entries: &mut [kvm_cpuid_entry2]) {
     for entry in entries {
         if (entry.function, entry.index) == (7, 0) {
@@ -235,10 +234,10 @@ fn hide_bus_lock_detection(entries: &mut [kvm_cpuid_entry2]) {
     }
 }
 
-/// Hides FRED and shadow stacks, which conflict with the VMM's handling of guest exception
-/// handlers. With FRED, the interrupt descriptor table does not locate the handlers. With shadow
-/// stacks, the VMM cannot leave a handler by setting registers, because its frame would stay on the
-/// shadow stack.
+/// Hides FRED and shadow stacks, with which the VMM cannot handle guest exceptions. With FRED, the
+/// interrupt descriptor table does not give the addresses of the handlers. With shadow stacks, the
+/// VMM cannot return from a handler by setting registers, because the handler's frame would stay on
+/// the shadow stack.
 fn hide_fred_and_shadow_stacks(entries: &mut [kvm_cpuid_entry2]) {
     for entry in entries {
         match (entry.function, entry.index) {
@@ -257,8 +256,8 @@ pub fn has_transactions(supported: &CpuId) -> bool {
         .any(|e| (e.function, e.index) == (7, 0) && e.ebx & LEAF7_EBX_TRANSACTIONS != 0)
 }
 
-/// Hides Intel TSX. A KVM that interprets guest kernels does not support XBEGIN at CPL 0, although
-/// its CPUID reports RTM. A kernel that uses XBEGIN would crash with #UD.
+/// Hides Intel TSX, which KVM reports although XBEGIN does not work in a guest kernel that KVM
+/// interprets. A kernel that uses XBEGIN would crash with #UD.
 pub fn hide_transactions(supported: &mut CpuId) {
     for entry in supported.as_mut_slice() {
         if (entry.function, entry.index) == (7, 0) {
@@ -267,9 +266,9 @@ pub fn hide_transactions(supported: &mut CpuId) {
     }
 }
 
-/// Hides stolen time. A guest rereads the steal time record until the record's version is
-/// unchanged, and KVM may update the version at each VM entry. A single-stepped guest enters for
-/// every instruction and would loop forever.
+/// Hides stolen time from a guest that is single-stepped. A guest reads the record of stolen time
+/// again until the version of the record has not changed. KVM may change the version at each entry,
+/// and a single-stepped guest is entered for every instruction, so it would loop forever.
 fn hide_stolen_time(entries: &mut [kvm_cpuid_entry2]) {
     for entry in entries {
         if entry.function == KVM_FEATURES_LEAF {
@@ -493,7 +492,8 @@ mod tests {
         .unwrap()
     }
 
-    /// Nested virtualisation is enumerated only if the operator requested it.
+    /// The guest's CPUID table reports VT-x or AMD-V only if the operator requested nested
+    /// virtualisation.
     #[test]
     fn nested_cpuid_requires_option() {
         let model = host_model();
@@ -525,8 +525,9 @@ mod tests {
         );
     }
 
-    /// Hypercall features are hidden from a guest that detects a different vendor than the host's,
-    /// because it would execute a hypercall instruction that the host lacks.
+    /// Features that use hypercalls are hidden from a guest that detects a different vendor than
+    /// the host's. Such a guest would execute a hypercall instruction that the host's processor
+    /// lacks.
     #[test]
     fn hypercall_features_require_host_vendor() {
         let all = CpuId::from_entries(&[kvm_cpuid_entry2 {
@@ -559,7 +560,7 @@ mod tests {
         assert_eq!(for_vcpu(&all, stepped, 0).unwrap().as_slice()[0].eax, !(1 << 5));
     }
 
-    /// Checks the frequencies that Linux and perf derive from the leaves 15H and 16H, including the
+    /// Linux and perf derive the right frequencies from leaves 15H and 16H. This includes the
     /// product that Linux computes in 32 bits.
     #[test]
     fn intel_cpuid_reports_tsc_frequency() {
@@ -623,8 +624,8 @@ mod tests {
         assert!(matches!(error, CpuidError::SignatureVendor), "{error}");
     }
 
-    /// FRED and shadow stacks are hidden for RDPMC emulation at the #GP handler, which reads the
-    /// interrupt descriptor table and leaves the handler by setting registers.
+    /// FRED and shadow stacks are hidden if RDPMC is emulated at the #GP handler. The VMM finds the
+    /// handler in the interrupt descriptor table and returns from it by setting registers.
     #[test]
     fn entering_handlers_hides_fred_and_shadow_stacks() {
         let leaf = |index, eax, ecx| kvm_cpuid_entry2 {
@@ -650,8 +651,8 @@ mod tests {
         }
     }
 
-    /// Bus lock detection is hidden on an AMD host. Linux sets the IA32_DEBUGCTL bit of the feature
-    /// if CPUID reports it, and KVM accepts the bit only on an Intel host.
+    /// Bus lock detection is hidden on an AMD host. If CPUID reported it, Linux would set a bit of
+    /// IA32_DEBUGCTL that KVM accepts only on an Intel host.
     #[test]
     fn bus_lock_detection_requires_intel_host() {
         let all = CpuId::from_entries(&[kvm_cpuid_entry2 {

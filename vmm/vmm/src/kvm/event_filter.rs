@@ -21,7 +21,7 @@ use super::vm_fd::VmFd;
 /// kernel's user-space headers do not export this constant.
 const MAX_EVENTS: usize = 300;
 
-/// Flag for masked entries (`linux/kvm.h`; missing in kvm-bindings).
+/// Flag of a filter with masked entries (`linux/kvm.h`; missing in kvm-bindings).
 const KVM_PMU_EVENT_FLAG_MASKED_EVENTS: u32 = 1 << 0;
 
 /// Error when installing an event filter in KVM.
@@ -73,7 +73,8 @@ fn masked(select: u16, mask: u8, matches: u8, exclude: bool) -> u64 {
 }
 
 impl KvmEventFilter {
-    /// Translates `filter` for KVM. `takes_masks` is `true` if KVM accepts masked entries.
+    /// Translates `filter` to KVM's format. `takes_masks` states whether KVM accepts entries with a
+    /// mask.
     ///
     /// # Errors
     /// Returns [`KvmEventFilterError::TooLong`] if the translation exceeds KVM's limit.
@@ -122,7 +123,7 @@ impl KvmEventFilter {
         })
     }
 
-    /// Installs the filter in `vm`. The filter also applies to counters that are already
+    /// Installs the filter in `vm`. The filter also affects counters that the guest has already
     /// programmed.
     ///
     /// # Errors
@@ -143,7 +144,7 @@ impl KvmEventFilter {
     }
 
     /// Returns `struct kvm_pmu_event_filter` as 64-bit words: action and number of entries, bitmap
-    /// and flags, two words of padding, entries.
+    /// and flags, two words of padding, and the entries.
     #[expect(clippy::cast_possible_truncation, reason = "at most MAX_EVENTS")]
     fn structure(&self) -> Vec<u64> {
         let pair = |low: u32, high: u32| u64::from(low) | u64::from(high) << 32;
@@ -228,8 +229,8 @@ mod tests {
         }
     }
 
-    /// Evaluates a filter as the kernel does (`is_gp_event_allowed` with its callees, and
-    /// `is_fixed_event_allowed`).
+    /// Returns whether a filter in KVM's format allows an event. Follows the kernel's
+    /// `is_gp_event_allowed`, with its callees, and `is_fixed_event_allowed`.
     fn kvm_allows(filter: &KvmEventFilter, selection: EventSelection) -> bool {
         let listed = match selection {
             EventSelection::Fixed(n) => filter.fixed_counter_bitmap >> n & 1 != 0,

@@ -76,8 +76,8 @@ fn probe_stepping(kvm: &Kvm, guest: &mut TinyGuest) -> Result<SteppingSupport, K
 pub struct KvmCapabilities {
     /// The method by which KVM runs guest code.
     pub flavour: VirtualizationMethod,
-    /// `true` if an unmodified Linux kernel can run. Probed with an instruction that every kernel
-    /// uses and that KVM's emulator does not support.
+    /// `true` if KVM can run an unmodified Linux kernel. Determined by executing an instruction
+    /// that every kernel uses and KVM's emulator lacks.
     pub runs_linux: bool,
     /// `true` if KVM can forward MSR accesses to user space (`KVM_CAP_X86_USER_SPACE_MSR` and the
     /// MSR filter).

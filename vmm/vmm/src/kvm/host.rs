@@ -13,7 +13,7 @@ use super::call::KvmIoctlError;
 use super::memslot::{MemorySlotError, MemorySlots};
 use super::vm_fd::VmFd;
 
-/// `out 0x10, al`, the last instruction of the probe code. No in-kernel device handles the port, so
+/// `out 0x10, al`, the last instruction of probe code. No device in the kernel handles the port, so
 /// `KVM_RUN` returns.
 pub(super) const LEAVE: [u8; 2] = [0xe6, 0x10];
 /// Number of pins that KVM reserves in its routing table for a user-space I/O APIC.
@@ -209,7 +209,7 @@ fn reaches_next_instruction(kvm: &Kvm, [first, second]: [u8; 2]) -> Result<bool,
 mod tests {
     use super::*;
 
-    /// A probe distinguishes an instruction that completes from one that faults.
+    /// A probe distinguishes an instruction that faults from one that does not.
     #[test]
     fn probe_distinguishes_fault_from_completion() {
         let Ok(kvm) = open() else {

@@ -80,7 +80,7 @@ impl InitialVcpuState {
         })
     }
 
-    /// Restores this state. No thread may run the vCPU.
+    /// Writes this state to KVM. No thread may run the vCPU.
     ///
     /// # Errors
     /// Returns a [`KvmIoctlError`] if KVM rejects a part of the state.

@@ -31,7 +31,8 @@ pub struct MemorySlots {
 }
 
 impl MemorySlots {
-    /// Registers each mapping of `memory` with a VM that has no slots yet, as slots 0 and up.
+    /// Registers each mapping of `memory` with `vm`, which has no slots yet. Slot numbers start at
+    /// 0.
     ///
     /// # Errors
     /// Returns a [`MemorySlotError`] if KVM rejects a slot. No slot remains registered.

@@ -35,7 +35,7 @@ pub enum MsrFilterError {
     Kvm(#[from] KvmIoctlError),
 }
 
-/// Makes every guest access to `ranges` exit to user space. KVM handles all other MSRs.
+/// Makes every guest access to an MSR in `ranges` exit to user space. KVM handles all other MSRs.
 ///
 /// # Errors
 /// Returns an [`MsrFilterError`] if KVM lacks a capability, if there are too many ranges, or if a
@@ -115,8 +115,8 @@ fn spans(ranges: &[RangeInclusive<u32>]) -> Vec<FilterRange> {
 mod tests {
     use super::*;
 
-    /// The filter ranges trap exactly the requested registers, and the PMU registers of both
-    /// vendors together need no more ranges than KVM accepts.
+    /// The filter ranges trap exactly the requested MSRs. KVM accepts the number of ranges that the
+    /// PMU registers of both vendors need.
     #[test]
     fn filter_ranges_trap_exactly_requested_msrs() {
         let ranges = vpmu::PmuModel::INTEL.trapped_msrs();

@@ -18,21 +18,22 @@ use super::vm_fd::VmFd;
 
 /// Number of inputs of KVM's I/O APIC. GSIs from this number on are MSI messages.
 const IO_APIC_INPUTS: u32 = 24;
-/// Number of I/O APIC inputs that are also inputs of the two PICs, eight each.
+/// Number of inputs of the two PICs, eight each. The I/O APIC inputs with the same numbers are
+/// connected to the same interrupts.
 const PIC_INPUTS: u32 = 16;
 const INPUTS_OF_A_PIC: u32 = 8;
 
 /// Connects the functions of a VM's PCI bus to KVM.
 pub struct KvmPciBackend {
     vm: Arc<VmFd>,
-    /// The MSI message that was last routed for each interrupt line of the bus.
+    /// MSI message of each interrupt line of the bus, as last routed in KVM.
     messages: Mutex<Vec<Option<MsiMessage>>>,
     fatal_error_callback: DeviceFailureCallback,
 }
 
 impl KvmPciBackend {
-    /// Creates the back end for a VM with in-kernel interrupt controllers. `fatal_error_callback`
-    /// terminates the VM on a fatal error.
+    /// Creates the connection for a VM with interrupt controllers in KVM. `fatal_error_callback`
+    /// ends the VM after a fatal error.
     pub fn new(vm: Arc<VmFd>, fatal_error_callback: DeviceFailureCallback) -> Self {
         Self {
             vm,

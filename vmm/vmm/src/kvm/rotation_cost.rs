@@ -32,7 +32,7 @@ const MEASURING_PERIOD: Duration = Duration::from_millis(2);
 /// Number of measuring periods with rotations, and of those without. Only the best period of each
 /// type is used, because other load on the host can only increase the cost.
 const MEASURING_PERIODS: usize = 6;
-/// Interval between two rotations in a measuring period.
+/// Interval between two rotations within a measuring period.
 const ROTATION_INTERVAL: Duration = Duration::from_micros(30);
 /// Maximum time to wait until the guest of the measurement starts.
 const START_TIMEOUT: Duration = Duration::from_secs(1);

@@ -15,7 +15,7 @@ use super::vm_fd::VmFd;
 const TSC: u32 = 0x10;
 /// MSR number of IA32_TSC_DEADLINE.
 const TSC_DEADLINE: u32 = 0x6e0;
-/// IA32_APIC_BASE, which is part of the special registers.
+/// MSR number of IA32_APIC_BASE, which is saved with the special registers.
 const APIC_BASE: u32 = 0x1b;
 /// Legacy numbers of kvmclock's MSRs. A legacy MSR and the current one share a single value in KVM,
 /// so only the current one is saved.
@@ -26,7 +26,7 @@ const OLD_KVMCLOCK: [u32; 2] = [0x11, 0x12];
 pub struct VcpuStateLayout {
     /// MSRs of KVM_GET_MSR_INDEX_LIST that are saved.
     msrs: Vec<u32>,
-    /// Size of the extended state in bytes; 0 without XSAVE.
+    /// Size of the extended state (XSAVE) in bytes; 0 if KVM cannot save it.
     xsave_bytes: usize,
     has_xcrs: bool,
 }
@@ -93,7 +93,7 @@ impl VcpuStateLayout {
         })
     }
 
-    /// Reads the state of `vcpu`. Only the calling thread may run this vCPU. KVM must have
+    /// Reads the state of `vcpu` from KVM. No other thread may run the vCPU, and KVM must have
     /// completed the last exit.
     ///
     /// # Errors
@@ -168,7 +168,8 @@ impl VcpuStateLayout {
             .map_err(kvm)
     }
 
-    /// Writes the MSRs that differ from those of the new vCPU, and checks the time stamp counter.
+    /// Writes the saved MSRs whose values differ from those of the new vCPU, and checks the time
+    /// stamp counter.
     fn restore_msrs(&self, saved: &SavedVcpu, vcpu: &VcpuFd) -> Result<(), RestoreVcpuError> {
         let id = saved.id;
         let kvm = |error| RestoreVcpuError::Kvm(id, error);
@@ -289,8 +290,8 @@ mod tests {
         assert_eq!((regs.rip, regs.r9), (0x1234, 0x5678));
     }
 
-    /// A pending exception survives a restore, because KVM_SET_REGS, which discards it, is called
-    /// before KVM_SET_VCPU_EVENTS.
+    /// A pending exception survives a restore. KVM_SET_REGS, which discards a pending exception, is
+    /// called before KVM_SET_VCPU_EVENTS.
     #[test]
     fn set_regs_comes_before_set_events() {
         let Some((kvm, vm, first)) = vcpu() else { return };
@@ -305,8 +306,8 @@ mod tests {
         assert_eq!((again.exception.injected, again.exception.nr), (1, 6));
     }
 
-    /// Only values that differ from those of a new vCPU are written, so the error can name the MSR
-    /// whose value KVM rejects.
+    /// Only MSRs whose values differ from those of a new vCPU are written. If KVM rejects a value,
+    /// the error names the MSR.
     #[test]
     fn msr_count_short_is_an_error_that_names_the_msr() {
         let Some((kvm, vm, first)) = vcpu() else { return };
@@ -348,8 +349,8 @@ mod tests {
         }
     }
 
-    /// Restoring the time stamp counter either sets it or fails, because some KVMs ignore the write
-    /// and let the counter run on.
+    /// A restore fails if the time stamp counter cannot be set. Some versions of KVM ignore the
+    /// write and let the counter run on.
     #[test]
     fn a_tsc_that_cannot_be_set_is_detected() {
         let Some((kvm, vm, first)) = vcpu() else { return };
@@ -394,8 +395,8 @@ mod tests {
         assert_eq!(calls.last(), Some(&"KVM_GET_VCPU_EVENTS"));
     }
 
-    /// KVM ignores a pending NMI and a SIPI vector without their flags, so the flags are saved as KVM
-    /// reports them.
+    /// The flags of a pending NMI and of a SIPI vector are saved as KVM reports them, because KVM
+    /// ignores an NMI or a vector without its flag.
     #[test]
     fn a_sipi_vector_needs_its_flag() {
         let Some((kvm, vm, first)) = vcpu() else { return };

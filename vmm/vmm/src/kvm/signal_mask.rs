@@ -16,17 +16,18 @@ mod request {
     vmm_sys_util::ioctl_iow_nr!(KVM_SET_SIGNAL_MASK, KVMIO, 0x8b, kvm_signal_mask);
 }
 
-/// Size of the kernel's x86 signal set in bytes, a prefix of the C library's `sigset_t`.
+/// Size in bytes of the kernel's signal set on x86. The C library's `sigset_t` begins with it.
 const KERNEL_SIGSET_BYTES: usize = 8;
 
-/// `struct kvm_signal_mask` followed by the kernel's signal set, the argument of the ioctl.
+/// Argument of KVM_SET_SIGNAL_MASK: `struct kvm_signal_mask`, followed by a signal set of the
+/// kernel.
 #[repr(C)]
 struct KvmSignalMask {
     len: u32,
     set: [u8; KERNEL_SIGSET_BYTES],
 }
 
-/// Blocks exactly the signals in `blocked` while the vCPU's thread is in KVM_RUN.
+/// Makes KVM block exactly the signals in `blocked` while the vCPU's thread is in KVM_RUN.
 ///
 /// # Errors
 /// Returns an error if the ioctl fails.
@@ -53,7 +54,7 @@ pub fn set(vcpu: &VcpuFd, blocked: &libc::sigset_t) -> io::Result<()> {
     }
 }
 
-/// Removes the mask. In KVM_RUN the thread's ordinary signal mask applies again.
+/// Removes the signal mask for KVM_RUN, so that the ordinary mask of the thread applies there too.
 ///
 /// # Errors
 /// Returns an error if the ioctl fails.
@@ -74,8 +75,8 @@ mod tests {
     use super::*;
     use crate::kvm::vm_fd::VmFd;
 
-    /// In [`KvmSignalMask`], the signal set directly follows its length `len`, because the kernel
-    /// reads `len` and then `len` bytes directly after it.
+    /// In [`KvmSignalMask`], the signal set directly follows the field `len`, because the kernel
+    /// reads `len` bytes after that field.
     #[test]
     fn signal_set_follows_its_length() {
         assert_eq!(offset_of!(KvmSignalMask, set), 4);

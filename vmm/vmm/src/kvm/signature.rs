@@ -44,7 +44,7 @@ const RESERVED: u32 = 0xf000_f000;
 const EXTENDED: u32 = 15;
 
 impl CpuSignature {
-    /// Encodes a signature from family, model and stepping.
+    /// Encodes a signature from a family, a model and a stepping.
     ///
     /// # Errors
     /// Returns a [`CpuSignatureError`] if a number does not fit.

@@ -32,7 +32,8 @@ pub fn of_probe<T>(kvm: &Kvm, read: impl FnOnce(OwnedFd, OwnedFd) -> T) -> io::R
     Ok(read(stats_fd(&vm)?, stats_fd(&vcpu)?))
 }
 
-/// Returns a descriptor of the binary statistics of a VM or a vCPU, to be read with `pread(2)`.
+/// Returns a file descriptor from which the binary statistics of a VM or a vCPU can be read with
+/// `pread(2)`.
 ///
 /// # Errors
 /// Returns an error if the ioctl fails. On kernels before 5.14, this is `ENOTTY`.
@@ -55,8 +56,8 @@ mod tests {
     use super::*;
     use crate::kvm::vm_fd::VmFd;
 
-    /// A VM and each of its vCPUs have separate statistics, which begin with the header. The
-    /// descriptors are close-on-exec.
+    /// A VM and each of its vCPUs have separate statistics, each with a header. The descriptors are
+    /// close-on-exec.
     #[test]
     fn vm_and_vcpus_have_separate_statistics() {
         let Ok(kvm) = crate::kvm::host::open() else {

@@ -39,7 +39,7 @@ impl TinyGuest {
         Ok(guest)
     }
 
-    /// Creates a guest without code. Its CPUID table hides Intel TSX.
+    /// Creates a guest without code, whose CPUID table hides Intel TSX.
     pub(crate) fn empty(kvm: &Kvm) -> Result<Self, KvmHostError> {
         let memory = GuestMemoryMmap::<()>::from_ranges(&[(GuestAddress(0), SIZE)])
             .map_err(|_| KvmHostError::Memory)?;
@@ -63,7 +63,8 @@ impl TinyGuest {
         })
     }
 
-    /// Prepares the guest to run `code` at `cpl` next, even after it has shut down.
+    /// Prepares the guest to run `code` at `cpl` next. May be called again after the guest has shut
+    /// down.
     pub(crate) fn load(&self, cpl: u8, code: &[u8]) -> Result<(), KvmHostError> {
         self.memory
             .write_slice(code, GuestAddress(CODE))

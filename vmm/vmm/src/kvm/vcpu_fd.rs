@@ -9,8 +9,8 @@ use kvm_bindings::{
 
 use super::call::KvmIoctlError;
 
-/// A vCPU file descriptor. [`ArmedVcpu`](super::armed_vcpu::ArmedVcpu) takes ownership of it to run
-/// the vCPU.
+/// File descriptor of a vCPU. [`ArmedVcpu`](super::armed_vcpu::ArmedVcpu) takes ownership of it to
+/// run the vCPU.
 #[derive(Debug)]
 pub struct VcpuFd(kvm_ioctls::VcpuFd);
 
@@ -57,20 +57,22 @@ calls! {
     get_xcrs() -> kvm_xcrs, "KVM_GET_XCRS";
     /// Writes the extended control registers.
     set_xcrs(xcrs: &kvm_xcrs) -> (), "KVM_SET_XCRS";
-    /// Reads exceptions, interrupts, NMIs and SMIs that are pending or being injected.
+    /// Reads the exceptions, interrupts, NMIs and SMIs that are pending or are being injected.
     get_vcpu_events() -> kvm_vcpu_events, "KVM_GET_VCPU_EVENTS";
-    /// Writes the pending events that the flags of `events` select, and the exception.
+    /// Writes the exception, and the other pending events that the flags of `events` select.
     set_vcpu_events(events: &kvm_vcpu_events) -> (), "KVM_SET_VCPU_EVENTS";
     /// Reads the multiprocessing state: running, halted or waiting for SIPI.
     get_mp_state() -> kvm_mp_state, "KVM_GET_MP_STATE";
     /// Writes the multiprocessing state: running, halted or waiting for SIPI.
     set_mp_state(state: kvm_mp_state) -> (), "KVM_SET_MP_STATE";
-    /// Reads MSRs up to the first unreadable one and returns the number read.
+    /// Reads MSRs in the given order. Stops at the first one that cannot be read, and returns the
+    /// number of MSRs that were read.
     get_msrs(msrs: &mut Msrs) -> usize, "KVM_GET_MSRS";
-    /// Writes MSRs up to the first unwritable one and returns the number written.
+    /// Writes MSRs in the given order. Stops at the first one that cannot be written, and returns
+    /// the number of MSRs that were written.
     set_msrs(msrs: &Msrs) -> usize, "KVM_SET_MSRS";
-    /// Reads up to `entries` leaves of the CPUID table that the guest sees. On some KVMs, the
-    /// values differ from those that KVM_SET_CPUID2 set.
+    /// Reads up to `entries` leaves of the CPUID table that the guest sees. Some versions of KVM
+    /// return other values than KVM_SET_CPUID2 has set.
     get_cpuid2(entries: usize) -> CpuId, "KVM_GET_CPUID2";
     /// Sets the CPUID table of the vCPU.
     set_cpuid2(cpuid: &CpuId) -> (), "KVM_SET_CPUID2";
@@ -80,8 +82,8 @@ calls! {
     set_guest_debug(debug: &kvm_guest_debug) -> (), "KVM_SET_GUEST_DEBUG";
     /// Queues an NMI for the vCPU.
     nmi() -> (), "KVM_NMI";
-    /// Reports to the guest through kvmclock that it was paused. Fails with `EINVAL` if the guest
-    /// does not use kvmclock.
+    /// Tells the guest through kvmclock that it was paused. Fails with `EINVAL` if the guest does
+    /// not use kvmclock.
     kvmclock_ctrl() -> (), "KVM_KVMCLOCK_CTRL";
 }
 

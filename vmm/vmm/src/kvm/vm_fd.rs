@@ -18,7 +18,7 @@ use super::vcpu_fd::VcpuFd;
 pub struct VmFd(kvm_ioctls::VmFd);
 
 impl VmFd {
-    /// Creates a VM without devices, memory and vCPUs.
+    /// Creates a VM that has no devices, no memory and no vCPUs.
     ///
     /// # Errors
     /// Returns a [`KvmIoctlError`] if KVM_CREATE_VM fails.
@@ -155,8 +155,8 @@ impl VmFd {
             .map_err(KvmIoctlError::of("KVM_IRQ_LINE"))
     }
 
-    /// Sends a message-signalled interrupt. Returns `false` if no local APIC accepts it, because
-    /// the destination does not exist or is disabled.
+    /// Sends a message-signalled interrupt. Returns `false` if no local APIC accepts the interrupt,
+    /// because its destination does not exist or is disabled.
     ///
     /// # Errors
     /// Returns a [`KvmIoctlError`] if KVM_SIGNAL_MSI fails.

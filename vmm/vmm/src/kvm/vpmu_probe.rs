@@ -80,7 +80,7 @@ pub enum KvmVpmuModelError {
         /// Latest PMU generation that KVM provides.
         offered: PmuGeneration,
     },
-    /// The request exceeds the number of counters that KVM provides.
+    /// More counters are requested than KVM provides.
     #[error(
         "--backing kvm: {asked} {kind} counters requested, but KVM's own vPMU has {offered} on \
         this host; use fewer with --pmu-counters, or --pmu auto"
@@ -391,7 +391,7 @@ mod tests {
             .map(|model| model.to_string())
     }
 
-    /// A lookup returns the requested subleaf, regardless of the order of table entries.
+    /// A lookup returns the requested subleaf, whatever the order of the entries in the table.
     #[test]
     fn cpuid_table_selects_requested_subleaf() {
         let entry = |index, flags, eax| kvm_bindings::kvm_cpuid_entry2 {

@@ -30,7 +30,7 @@ impl std::fmt::Display for HostMemoryLimit {
     }
 }
 
-/// Memory limits of a process, and the remaining memory.
+/// Limits on the memory of a process, and the memory that is still available.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct HostMemoryLimits {
     /// Lowest limit on memory and swap that a control group of the process imposes.
@@ -102,8 +102,8 @@ impl CgroupVersion {
         }
     }
 
-    /// Returns whether the mount is a cgroup file system of this version with the memory
-    /// controller.
+    /// Returns whether a mount with this type and these options is a control group hierarchy of
+    /// this version that has the memory controller.
     fn is(self, filesystem: &str, options: &str) -> bool {
         match self {
             Self::V1 => filesystem == "cgroup" && options.split(',').any(|option| option == "memory"),
@@ -143,8 +143,7 @@ fn mount_of(mountinfo: &str, version: CgroupVersion, group: &Path) -> Option<Cgr
     other
 }
 
-/// Decodes a path of mountinfo, in which a space, a tab, a newline and a backslash are octal
-/// escapes.
+/// Decodes a path in mountinfo, where spaces, tabs, newlines and backslashes are octal escapes.
 fn unescaped(text: &str) -> PathBuf {
     let mut path = String::with_capacity(text.len());
     let mut rest = text;
@@ -168,7 +167,7 @@ fn unescaped(text: &str) -> PathBuf {
     path.into()
 }
 
-/// Names of the files with the limits and usage of a control group.
+/// Names of the files that contain the limits and the usage of a control group.
 struct CgroupFileNames {
     limit: &'static str,
     swap: &'static str,

@@ -78,7 +78,7 @@ impl FromStr for HugePages {
     }
 }
 
-/// Error when allocating guest memory in the requested way.
+/// Error when allocating guest memory with the requested options.
 #[derive(Debug, Error)]
 pub enum MemoryBackingError {
     /// Transparent huge pages are disabled on the host.
@@ -115,7 +115,7 @@ pub enum MemoryBackingError {
     Populate(#[source] io::Error),
 }
 
-/// Maps `ranges` of guest-physical memory without allocating pages.
+/// Maps `ranges`, which are guest-physical, to host memory without allocating pages.
 ///
 /// # Errors
 /// Returns a [`MemoryBackingError`] if the host rejects a mapping or an option.
@@ -213,7 +213,8 @@ fn map_or_copy(
     Ok(())
 }
 
-/// Replaces `range` of a region by a private mapping of `file` at `offset`.
+/// Replaces the bytes `range` of a region by a private mapping of `file`. The mapping begins at
+/// `offset` in the file.
 fn map_range(
     region: &GuestRegionMmap,
     range: Range<usize>,
@@ -245,7 +246,8 @@ fn map_range(
     }
 }
 
-/// Zeroes all of `memory` and releases its pages to the host. No other thread may access it.
+/// Zeroes all of `memory` and releases its pages to the host. No other thread may access the
+/// memory.
 ///
 /// # Errors
 /// Returns a [`MemoryBackingError`] if a system call fails.
@@ -364,7 +366,7 @@ struct Reserved {
 }
 
 impl Reserved {
-    /// Reserves a range. Returns `None` if it is already mapped.
+    /// Reserves an address range. Returns `None` if something is already mapped there.
     fn at(address: usize, len: usize) -> Option<Self> {
         let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE | libc::MAP_FIXED_NOREPLACE;
         let hint = std::ptr::without_provenance_mut(address);
@@ -502,7 +504,8 @@ mod tests {
         assert_eq!(memory.read_obj::<u8>(GuestAddress(last)).unwrap(), 7);
     }
 
-    /// Memory of a snapshot has the contents of the file, and writes do not reach the file.
+    /// Memory that maps a snapshot has the contents of the file. Writes to the memory do not change
+    /// the file.
     #[test]
     fn snapshot_memory_is_private() {
         use std::os::unix::fs::FileExt as _;
@@ -527,7 +530,7 @@ mod tests {
         assert!(memory.iter().all(|region| region.file_offset().is_none()));
     }
 
-    /// `clear` zeroes the memory and releases its pages, except with preallocation.
+    /// `clear` zeroes the memory. It also releases the pages, unless they were preallocated.
     #[test]
     fn clear_zeroes_memory_and_releases_pages() {
         for shared in [false, true] {
@@ -557,8 +560,8 @@ mod tests {
         }
     }
 
-    /// Guest memory is aligned to huge pages in the VMM, even if its length is not a multiple of
-    /// the huge page size. No kernel aligns mappings of such a length by itself.
+    /// Guest memory is aligned to huge pages in the VMM. This is tested with a length that is not a
+    /// multiple of the huge page size, for which no kernel aligns mappings.
     #[test]
     fn memory_is_aligned_to_huge_pages() {
         for shared in [false, true] {
@@ -578,7 +581,7 @@ mod tests {
         }
     }
 
-    /// Another process can map shared guest memory and cannot truncate it.
+    /// Another process can map shared guest memory, but cannot truncate it.
     #[test]
     fn shared_memory_uses_sealed_memfd() {
         let kind = MemoryBackingConfig {

@@ -102,8 +102,8 @@ pub struct WriteProtector {
 }
 
 impl WriteProtector {
-    /// Opens the interfaces. Returns `None` if the kernel is older than Linux 6.7 or was built
-    /// without them.
+    /// Opens the kernel interfaces. Returns `None` if the kernel is older than Linux 6.7 or was
+    /// built without them.
     #[must_use]
     pub fn open() -> Option<Self> {
         let pagemap = File::open(PAGEMAP).ok()?;
@@ -359,7 +359,7 @@ fn protect(pagemap: &File, address: u64, dirty: &mut [bool]) -> io::Result<()> {
     Ok(())
 }
 
-/// Updates the hashes `known` of the pages in `data`, and marks the pages whose hash has changed in
+/// Updates `known`, the hashes of the pages in `data`. Marks the pages whose hash has changed in
 /// `dirty`.
 fn compare(keys: &RandomState, data: &[u8], known: &mut [u64], dirty: &mut [bool]) {
     let pages = data.chunks(usize::try_from(PAGE_BYTES).unwrap_or(1));
@@ -409,8 +409,8 @@ mod tests {
         n * CHUNK..(n + 1) * CHUNK
     }
 
-    /// Writes by the VMM, writes by the kernel on behalf of the VMM, and released pages are all in
-    /// the dirty set, because a missed change would be lost when the VM moves.
+    /// Pages that the VMM has written, that the kernel has written on behalf of the VMM, or that
+    /// were released are in the dirty set. A missed page would be lost when the VM moves.
     #[test]
     fn writes_of_ours_are_in_the_dirty_set() {
         for protector in protectors() {

@@ -96,8 +96,8 @@ mod tests {
         assert!(!touched.is_untouched(&ram, 16 << 20, CHUNK));
     }
 
-    /// Memory of a snapshot is never skipped, because a page of the file that nobody has read is
-    /// not in the page table.
+    /// Memory of a snapshot never counts as untouched, because a page of the file that was not read
+    /// yet is not in the page table.
     #[test]
     fn memory_of_a_snapshot_is_never_skipped() {
         let file = tempfile::tempfile().unwrap();

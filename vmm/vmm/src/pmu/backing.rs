@@ -18,7 +18,7 @@ pub const EVENT_DENIED: &str = "this host does not let the VM's user count it; s
 /// other options.
 #[derive(Debug, thiserror::Error)]
 pub enum BackingError {
-    /// `--backing hardware` on a host without a usable PMU.
+    /// `--backing hardware` was given on a host without a usable PMU.
     #[error("--backing hardware: {0}; use --backing auto, which derives cycles from the vCPU's run time{1}")]
     NoHardware(String, &'static str),
     /// KVM cannot single-step guests.
@@ -47,7 +47,8 @@ pub enum BackingError {
     OwnShare,
 }
 
-/// Checks that KVM's own vPMU is available with these options, and returns its properties.
+/// Checks that KVM's own vPMU is available and supports the other options. Returns the capabilities
+/// of the vPMU.
 ///
 /// # Errors
 /// Returns [`BackingError::OwnAnswers`], [`BackingError::OwnPmis`] or [`BackingError::OwnShare`] for
@@ -78,7 +79,7 @@ pub fn check_own(
 }
 
 /// Checks that the exact backing, which counts by single-stepping, works for a VM with `cpus`
-/// vCPUs. Logs its limitations on this host.
+/// vCPUs. Logs what it cannot count on this host.
 ///
 /// # Errors
 /// Returns [`BackingError::NoSteps`] if KVM cannot single-step guests, and
@@ -249,8 +250,8 @@ mod tests {
         }
     }
 
-    /// A host without a PMU still counts cycles with the clock, and rejects unsupported backings
-    /// with the reason.
+    /// On a host without a PMU, cycles are still counted with the clock. Backings that need a PMU
+    /// are rejected with the reason.
     #[test]
     fn host_without_pmu_counts_only_by_clock() {
         let probe = no_pmu();
@@ -268,8 +269,8 @@ mod tests {
         );
     }
 
-    /// AMD's generic cache events do not count Intel's last-level cache events, so CPUID must
-    /// report those as unavailable.
+    /// On an AMD host, Intel's last-level cache events cannot be counted, because AMD's generic
+    /// cache events count something else. CPUID reports the events as unavailable.
     #[test]
     fn cache_events_of_other_vendor_are_not_backable() {
         let opens = |name: &str| GenericEvent {
@@ -329,8 +330,8 @@ mod tests {
         assert_eq!(clock_fallback(BackingPolicy::Auto, &no_pmu()), None);
     }
 
-    /// A VM that counts with the host's PMU prevents the creation of VMs with a mediated vPMU, and
-    /// a message reports this.
+    /// A message reports that no VM with a mediated vPMU can be created while a VM counts with the
+    /// host's PMU.
     #[test]
     fn hardware_backing_reports_conflict_with_mediated_vms() {
         let with_pmu = HostProbe {
@@ -349,8 +350,8 @@ mod tests {
         assert_eq!(mediated_conflict(BackingPolicy::Clock, &with_pmu, true), None);
     }
 
-    /// A host that denies perf events still counts cycles with the clock, which needs no perf
-    /// events, and a message names the remedy.
+    /// On a host that denies perf events, cycles are still counted with the clock, which needs no
+    /// perf events. A message names the remedy.
     #[test]
     fn denied_perf_events_leave_clock_and_report_remedy() {
         let probe = HostProbe {

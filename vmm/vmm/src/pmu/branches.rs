@@ -61,7 +61,7 @@ pub enum BranchRecordsError {
     Host(BranchStackError),
 }
 
-/// Checks that a guest of `model` can have branch records, at least of its kernel.
+/// Checks that a guest with the PMU model `model` can have branch records, at least of its kernel.
 ///
 /// # Errors
 /// Returns a [`BranchRecordsError`] if it cannot.
@@ -85,11 +85,11 @@ enum StackState {
     /// No sample waits for a branch stack.
     #[default]
     Idle,
-    /// A sample waits for a branch stack, whose collection has not begun.
+    /// A sample waits for a branch stack, and the collection of branches has not begun.
     Requested(BranchSampling),
     /// Branches are being collected for the waiting samples.
     Collecting(BranchSampling),
-    /// The stack is complete, or no more branches can be collected.
+    /// The stack has its full depth, or its collection was ended early.
     Complete,
 }
 
@@ -246,8 +246,8 @@ mod tests {
         }
     }
 
-    /// A stack has the newest branch first and ends at its depth. A stack that is completed early
-    /// has the branches collected so far.
+    /// A stack begins with the newest branch and has at most its full depth. A stack that is
+    /// completed early contains the branches collected so far.
     #[test]
     fn stack_has_newest_branch_first() {
         let mut collector = BranchCollector::default();

@@ -28,7 +28,7 @@ pub struct PmuConfig {
     pub hides_denied: bool,
     /// Maximum number of PMIs per second and vCPU.
     pub pmi_limit: u32,
-    /// Maximum share of a vCPU's time for the guest's PMI handlers.
+    /// Maximum share of a vCPU's time that the guest's PMI handlers may take.
     pub pmi_share: PmiShare,
     /// Single-stepping features of the host's KVM, for the exact backing and for branch stacks.
     pub stepping: SteppingSupport,
@@ -56,7 +56,7 @@ pub struct OperatorLimits {
     pub sample_rate_hz: Option<u64>,
     /// Maximum ring buffer memory of a user other than root, in bytes.
     pub ring_bytes: Option<u64>,
-    /// Number of host counters per vCPU that are reserved for VM-wide events.
+    /// Number of host counters per vCPU that only VM-wide events may use.
     pub reserved_slots: usize,
 }
 

@@ -68,7 +68,7 @@ impl CountableKernelEvents {
         }
     }
 
-    /// Restricts the set to the events that `filter` allows.
+    /// Removes the events that `filter` denies.
     #[must_use]
     pub fn within(self, filter: Arc<EventFilter>) -> Self {
         Self { filter, ..self }
@@ -185,8 +185,8 @@ mod tests {
         }
     }
 
-    /// With a host PMU, an event is countable only if the host's kernel supports it, even if the
-    /// kernel would accept it as a raw number.
+    /// With a host PMU, an event is countable only if it is among the events that the host's kernel
+    /// supports. Acceptance of its raw number is not sufficient.
     #[test]
     fn hardware_event_requires_host_support() {
         let some = probe(&[("cycles", 0), ("instructions", 1), ("stalled-cycles-frontend", 7)]);
@@ -233,8 +233,8 @@ mod tests {
         }
     }
 
-    /// An event that the filter denies is treated as uncountable in the tables of the guest's
-    /// kernel. This matters on AMD, whose CPUID does not report individual events.
+    /// An event that the filter denies counts as uncountable, so it is hidden in the event tables
+    /// of the guest's kernel. AMD's CPUID cannot hide individual events.
     #[test]
     fn filtered_event_is_not_countable() {
         let some = probe(&[("cycles", 0), ("instructions", 1), ("cache-misses", 3)]);
@@ -253,7 +253,7 @@ mod tests {
         }
     }
 
-    /// A PMU model without fixed counter 2, the third one, cannot count Linux's event number for
+    /// A PMU model without fixed counter 2 cannot count the event number that Linux uses for
     /// reference cycles.
     #[test]
     fn reference_cycles_require_fixed_counter() {
@@ -283,7 +283,7 @@ mod tests {
     enum Requirement {
         /// Nothing: the VMM can count the event with any backing, if necessary with a clock.
         Clock,
-        /// The VMM single-steps every instruction (exact backing).
+        /// The exact backing, which single-steps every instruction.
         Steps,
         /// The host's kernel must support the event.
         Host,

@@ -28,7 +28,7 @@ use super::remote_open::{RemoteOpen, current_tid};
 pub struct VmEventOpener {
     broker: PerfBroker,
     counting: PerfEventAccess,
-    /// Signal that makes a thread handle a request of another thread.
+    /// Signal that makes a thread handle the request of another thread to open an event.
     kick_signal: i32,
     /// `true` if it was logged that the broker has exited.
     end_logged: AtomicBool,
@@ -77,7 +77,7 @@ impl VmEventOpener {
         self.counting
     }
 
-    /// Makes the process open all its perf events with this opener.
+    /// Makes this process open all its perf events with `self`.
     pub fn install(self) {
         set_event_opener(self);
     }

@@ -21,8 +21,8 @@ const FIXED: [ArchEvent; 3] = [
 pub struct FittedPmuModel {
     /// PMU model for the guest.
     pub model: PmuModel,
-    /// One-line description of the guest counters that compete for host counters; `None` if the
-    /// host has a counter for each guest counter.
+    /// Description, in one line, of the guest counters that compete for host counters. `None` if
+    /// the host has a counter for each guest counter.
     pub competition: Option<String>,
 }
 
@@ -251,8 +251,8 @@ mod tests {
         assert_eq!((fitted.model, fitted.competition), (asked, None));
     }
 
-    /// KVM's emulated vPMU competes with other events for host counters in the same way as
-    /// Perfvisor's; a mediated vPMU does not.
+    /// KVM's emulated vPMU competes with other events for host counters, as Perfvisor's emulated
+    /// PMU does. A mediated vPMU does not compete.
     #[test]
     fn emulated_kvm_vpmu_competes_for_counters() {
         let own = |mediated| KvmPmuCapabilities {

@@ -101,7 +101,7 @@ impl KernelReader {
     }
 }
 
-/// Serves one search for a guest kernel in the worker process.
+/// Handles one search for a guest's kernel, in the worker process.
 fn work(socket: UnixStream, number: u32) {
     sandbox::worker_fault(number);
     // An error means that the VM has closed the socket, so there is no receiver for a report.

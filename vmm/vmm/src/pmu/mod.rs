@@ -70,8 +70,8 @@ pub fn overflow_signal() -> libc::c_int {
     libc::SIGUSR2
 }
 
-/// PMU of a VM: the perf core, its drivers, and the configuration of the vCPU PMUs. A VM without a
-/// guest PMU also has one, with the model off, for operators.
+/// PMU of a VM: the perf core, its drivers, and the configuration of the vCPUs' PMUs. Operators use
+/// the perf core even if the guest has no PMU (model off).
 #[derive(Debug)]
 pub struct VmPmu {
     config: PmuConfig,
@@ -181,7 +181,7 @@ impl VmPmu {
         }
     }
 
-    /// Installs the filter in KVM if the guest uses KVM's own vPMU. Has no effect otherwise.
+    /// Installs the filter in KVM if the guest uses KVM's own vPMU. Otherwise has no effect.
     ///
     /// # Errors
     /// Returns a [`KvmEventFilterError`] if KVM does not accept the filter. The previous filter
@@ -313,7 +313,7 @@ pub struct VcpuPmu {
     /// Filter that lists the events that the guest may count.
     filter: Arc<EventFilter>,
     attached: Option<AttachedThread>,
-    /// `true` if a PMU register was written since the last [`VcpuPmu::reconcile`].
+    /// `true` if the guest has written a PMU register since the last [`VcpuPmu::reconcile`].
     changed: bool,
     /// Uncounted time that its paravirtual event has counted so far, in nanoseconds.
     added_uncounted_ns: u64,
@@ -328,8 +328,8 @@ pub struct VcpuPmu {
 }
 
 impl VcpuPmu {
-    /// Attaches the vCPU to the calling thread and starts the vCPU's event time. From this call on,
-    /// the time and events of the thread are counted.
+    /// Attaches the vCPU to the calling thread. From this call on, the vCPU's event time advances,
+    /// and the time and events of the thread are counted.
     ///
     /// # Errors
     /// Returns [`PmuSetupError::Os`] if schedstat cannot be opened, and [`PmuSetupError::Context`]
@@ -371,8 +371,8 @@ impl VcpuPmu {
         self.attached.is_some()
     }
 
-    /// Resets the registers and closes the guest's events. The vCPU stays attached to the perf
-    /// core, with the events of operators.
+    /// Resets the PMU registers and closes the guest's events. The vCPU and the events of operators
+    /// stay attached to the perf core.
     pub fn reset(&mut self) {
         if let Some(attached) = &mut self.attached {
             self.vpmu.detach(&mut attached.events);
@@ -393,7 +393,7 @@ impl VcpuPmu {
         attached.map_or_else(Vec::new, |attached| self.vpmu.save(&mut attached.events))
     }
 
-    /// Restores the register file before the vCPU is attached to a thread.
+    /// Restores the register file from a snapshot, before the vCPU is attached to a thread.
     ///
     /// # Errors
     /// Returns a [`VpmuStateError`] if the bytes are not a valid state of this PMU.
@@ -648,7 +648,7 @@ impl VcpuPmu {
             .map_or(0, |attached| attached.clock.thread_ns())
     }
 
-    /// Counts one paravirtual event. Paravirtual events have no privilege level.
+    /// Counts `event`, a paravirtual event, once. Privilege levels do not apply to such events.
     #[inline]
     pub fn count_event(&mut self, event: ParavirtualEvent) {
         if let Some(attached) = &self.attached {
@@ -664,7 +664,7 @@ impl VcpuPmu {
     }
 
     /// Adds the time for which the thread has waited for a host CPU since the last call ("stolen
-    /// time") to the counters that count it. Has no effect if there is none.
+    /// time") to the guest counters that count stolen time, if any.
     fn feed_steal(&mut self) {
         if let Some(attached) = self.attached.as_mut()
             && let Some(ns) = attached.steal.advance()
@@ -754,7 +754,7 @@ impl VcpuPmu {
         self.vm.own.is_some()
     }
 
-    /// Starts a search for the guest's kernel. Call only after
+    /// Starts a search for the guest's kernel. Must be called only after
     /// [`GuestSamplingContext::begin_search`] has returned `true`.
     pub fn find_kernel(&mut self, fd: &VcpuFd) {
         VcpuSampleRegs::new(fd, &self.vm.probe, &mut self.samples, ExitRegisters::default()).find_kernel();

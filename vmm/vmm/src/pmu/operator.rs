@@ -10,7 +10,7 @@ use super::VmPmu;
 /// How the host's kernel samples an event that an operator requested.
 #[derive(Debug)]
 pub struct HostSampling {
-    /// Host perf event that takes the samples, initially stopped.
+    /// Host perf event that takes the samples. Initially stopped.
     pub sampler: GuestSamplingEvent,
     /// Sampling period in events; `None` if each sample carries its period.
     pub period: Option<u64>,
@@ -26,7 +26,7 @@ pub enum HostSamplingError {
     /// The vCPU has no thread yet, so it has no clock to sample.
     #[error("vCPU {0} is not running yet")]
     NotRunning(u32),
-    /// The host's clock cannot distinguish the privilege levels of the guest.
+    /// The event counts a single privilege level, which the host's clock cannot do for a guest.
     #[error("the vCPU's clock cannot distinguish privilege levels")]
     OneLevel,
     /// The host has no hardware PMU that can be used.
@@ -123,7 +123,8 @@ impl VmPmu {
         self.hardware.is_some()
     }
 
-    /// Returns the event config of a KVM statistic; `None` if KVM has no such statistic.
+    /// Returns the event config with which the KVM driver counts a KVM statistic; `None` if KVM has
+    /// no such statistic.
     pub fn statistic(&self, name: &str) -> Option<u64> {
         self.kvm.config(name)
     }

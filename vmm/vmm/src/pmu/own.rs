@@ -31,7 +31,7 @@ impl KvmVpmu {
         Self { vm, offered }
     }
 
-    /// Sets the events that the guest may count.
+    /// Installs the filter that lists the events that the guest may count.
     ///
     /// # Errors
     /// Returns [`KvmEventFilterError`] if KVM does not support the filter. The previous filter
@@ -53,8 +53,8 @@ impl KvmVpmu {
     }
 }
 
-/// Returns a register file with the current values of KVM's PMU registers. Must be called on the
-/// vCPU thread.
+/// Returns a register file with the current values of the PMU registers in KVM. Must be called on
+/// the vCPU thread.
 ///
 /// # Errors
 /// Returns an error if the KVM call fails, and `EIO` if KVM lacks a register of the model.
@@ -172,7 +172,7 @@ mod tests {
         assert!(!named("gp0").enabled && named("fixed1").enabled);
     }
 
-    /// Registers read from KVM can be loaded into an emulated PMU.
+    /// An emulated PMU accepts the register values that were read from KVM.
     #[test]
     fn kvm_registers_load_into_emulated_pmu() {
         for model in [PmuModel::AMD, PmuModel::INTEL] {

@@ -11,15 +11,15 @@ impl VcpuPmu {
         self.vpmu.pmi_pending()
     }
 
-    /// Returns the vCPU's event time, the clock of PMIs, in nanoseconds. The clock stops while the
-    /// vCPU is paused.
+    /// Returns the vCPU's event time in nanoseconds, on which the limits of PMIs are based. Does
+    /// not advance while the vCPU is paused.
     fn now_ns(&mut self) -> u64 {
         self.attached
             .as_mut()
             .map_or(0, |attached| attached.events.now_ns())
     }
 
-    /// Returns whether the due PMI may be delivered now or is delayed by a limit.
+    /// Returns whether the due PMI may be delivered now, or when a limit permits its delivery.
     pub fn pmi_ready(&mut self) -> PmiReadiness {
         let now_ns = self.now_ns();
         self.vpmu.pmi_ready(now_ns)
@@ -33,7 +33,7 @@ impl VcpuPmu {
             .is_some_and(|attached| self.vpmu.needs_handler_state(&mut attached.events))
     }
 
-    /// Records whether the guest still executes the handler of the last PMI.
+    /// Records whether the guest is still executing the handler of the last PMI.
     pub fn observe_handler(&mut self, executes: bool) {
         let now_ns = self.now_ns();
         self.vpmu.observe_handler(executes, now_ns);
@@ -45,7 +45,7 @@ impl VcpuPmu {
         self.vpmu.defer_pmi()
     }
 
-    /// Returns the number of counter overflows; see [`vpmu::Vpmu::overflow_count`].
+    /// Returns the number of overflows of guest counters; see [`vpmu::Vpmu::overflow_count`].
     pub fn overflow_count(&self) -> u64 {
         self.vpmu.overflow_count()
     }

@@ -35,18 +35,17 @@ use guest_profile::{GuestRegs, WalkBudget};
 const IA32_KERNEL_GS_BASE: u32 = 0xC000_0102;
 /// IA32_LSTAR: target of SYSCALL in 64-bit mode (SDM vol. 4).
 const IA32_LSTAR: u32 = 0xC000_0082;
-/// Minimum interval between two searches for the guest's kernel, because each search copies the
-/// kernel.
+/// Minimum interval between two searches for the guest's kernel. Each search copies the kernel.
 const MIN_SEARCH_INTERVAL: Duration = Duration::from_secs(1);
 /// Maximum number of guest memory reads for one [`GuestSamplingContext::code`]. Suffices for
 /// seventeen pages with five-level page tables.
 const CODE_READS: u32 = 1024;
 /// Page size, in bytes.
 const PAGE: usize = 4096;
-/// Maximum number of guest memory reads for locating the current task.
+/// Maximum number of guest memory reads with which the current task is located.
 const TASK_READS: u32 = 64;
 
-/// Guest memory and guest kernel information for samples.
+/// Guest memory, and what is known about the guest's kernel, for samples.
 #[derive(Clone, Debug)]
 pub struct GuestSamplingContext {
     memory: GuestMemoryMmap,
@@ -80,14 +79,14 @@ enum KernelSearch {
     Looking,
     Found(String),
     Failed(String, Instant),
-    /// The search failed for a reason that also applies to any later guest of this VM, so it is not
-    /// repeated.
+    /// The search failed for a reason that will also apply to later guests of this VM. No further
+    /// search is started.
     Over(String),
 }
 
 impl GuestSamplingContext {
-    /// Creates the context of a guest whose kernel is unknown. Without a `reader`, the kernel
-    /// remains unknown.
+    /// Creates the context of a guest whose kernel is not known yet. Without a `reader`, the kernel
+    /// is never searched for.
     pub fn new(memory: GuestMemoryMmap, reader: Option<Arc<KernelReader>>) -> Self {
         Self {
             memory,
@@ -110,8 +109,9 @@ impl GuestSamplingContext {
         &self.memory
     }
 
-    /// Reads up to `length` bytes of guest code at `address` in the address space `cr3`, ending at
-    /// the first unmapped page. Uses the page-table depth of the last sample.
+    /// Reads up to `length` bytes of guest code at the linear address `address` in the address
+    /// space `cr3`. Ends at the first unmapped page. Uses the number of page table levels at the
+    /// last sample.
     pub fn code(&self, cr3: u64, address: u64, length: u32) -> Vec<u8> {
         let five_levels = self.five_levels.load(Ordering::Relaxed);
         let mut space = AddressSpace::with_root(&self.memory, cr3, five_levels);
@@ -145,7 +145,7 @@ impl GuestSamplingContext {
         self.kernel.load_full()
     }
 
-    /// Discards the kernel information, because a different guest is started.
+    /// Discards what is known about the guest's kernel, because a different guest is started.
     pub fn forget(&self) {
         let mut search = self.search();
         if !matches!(*search, KernelSearch::Over(_)) {
@@ -196,8 +196,7 @@ impl GuestSamplingContext {
         }
     }
 
-    /// Starts a thread that reads the running kernel from guest memory. Later samples use the
-    /// result.
+    /// Starts a thread that reads the guest's kernel from memory. Later samples use what it finds.
     fn search_from(&self, regs: Option<(GuestRegs, KernelAnchorRegisters)>) {
         let probe = self.clone();
         let builder = std::thread::Builder::new().name("find-kernel".into());
@@ -270,14 +269,14 @@ enum KernelSearchError {
     NoThread(#[source] std::io::Error),
 }
 
-/// Maximum number of user addresses of a sample whose mappings are recorded.
+/// Maximum number of user addresses per sample for which the sample contains mappings.
 const MAX_USER_FRAMES: usize = 32;
 
 /// State that a vCPU keeps between samples.
 #[derive(Debug)]
 pub struct SampleCache {
-    /// Per-CPU base address of the guest kernel on this vCPU, if known. Constant while the kernel
-    /// runs.
+    /// Address of the guest kernel's per-CPU data for this vCPU; `None` if unknown. Does not change
+    /// while the kernel runs.
     per_cpu_base: Option<u64>,
     /// Mappings that samples have already reported to their readers.
     told: MappingReporter,
@@ -293,7 +292,7 @@ pub struct SampleCache {
     pub(super) branches: BranchCollector,
     /// Time that single-stepping took for the branch stack of the sample, in nanoseconds.
     burst_ns: u32,
-    /// `true` if a sample was taken since the last call of [`SampleCache::held`].
+    /// `true` if a sample was taken since the last [`SampleCache::held`].
     taken: bool,
     /// Number of samples that were taken on this vCPU so far.
     samples: u32,
@@ -398,8 +397,8 @@ pub struct VcpuSampleRegs<'a> {
 }
 
 impl<'a> VcpuSampleRegs<'a> {
-    /// Creates the register source of a sample. `memory` is the vCPU's state between samples.
-    /// Registers that are in `known` are not read from KVM.
+    /// Creates the source of a sample's registers. `memory` is what the vCPU keeps between samples.
+    /// Registers in `known` are not read from KVM again.
     #[inline]
     pub fn new(
         fd: &'a VcpuFd,
@@ -465,7 +464,7 @@ impl<'a> VcpuSampleRegs<'a> {
         Some(&self.known.regs)
     }
 
-    /// Starts the search for the guest's kernel, which begins at the addresses in the current
+    /// Starts the search for the guest's kernel. The search begins at addresses in the current
     /// registers.
     pub fn find_kernel(&mut self) {
         let lstar = self.msr(IA32_LSTAR);
@@ -622,8 +621,8 @@ impl SampleRegs for VcpuSampleRegs<'_> {
 }
 
 impl VcpuSampleRegs<'_> {
-    /// Reads the user registers and the top of the user stack. Returns the length of the stack and
-    /// the ABI of the registers, which is 0 if no user program is running.
+    /// Reads the user registers and the top of the user stack. Returns the length of the stack in
+    /// bytes and the ABI of the registers. The ABI is 0 if no user program runs.
     fn read_user(&mut self, stack_bytes: u32) -> (usize, u64) {
         if self.chain.is_none() {
             let mut chain = [0; perf_core::CALLCHAIN_MAX];
@@ -649,7 +648,7 @@ impl VcpuSampleRegs<'_> {
         (len, if context.wide { 2 } else { 1 })
     }
 
-    /// Assembles the raw data of a sample and returns its length.
+    /// Assembles the raw data of the sample, and returns its length in bytes.
     fn write_raw(&mut self) -> usize {
         if self.user_frames.is_empty() && self.cpl() == Some(3) {
             let ip = self.ip();
@@ -681,7 +680,8 @@ mod tests {
     use super::*;
     use vm_memory::{Bytes, GuestAddress};
 
-    /// Code is read across physically separate pages and ends at the first unmapped page.
+    /// A read of guest code can cross pages that are not physically adjacent, and ends at the first
+    /// unmapped page.
     #[test]
     fn code_read_ends_at_unmapped_page() {
         let memory = GuestMemoryMmap::from_ranges(&[(GuestAddress(0), 1 << 20)]).unwrap();
@@ -706,7 +706,7 @@ mod tests {
         assert!(probe.code(u64::MAX, 0x40_0000, 64).is_empty());
     }
 
-    /// Returns the reason why the search for the guest's kernel failed.
+    /// Returns the message with which the search for the guest's kernel has failed.
     #[track_caller]
     fn failure(probe: &GuestSamplingContext) -> String {
         match probe.search_progress() {
@@ -715,7 +715,7 @@ mod tests {
         }
     }
 
-    /// A panic in a search counts as a failure, and the next search starts again.
+    /// A search that panics counts as failed, and the next search can start.
     #[test]
     fn panicking_search_fails_and_is_retried() {
         let memory = GuestMemoryMmap::from_ranges(&[(GuestAddress(0), 1 << 20)]).unwrap();
@@ -733,7 +733,8 @@ mod tests {
         failure(&probe);
     }
 
-    /// A permanent failure is reported once and not retried, not even for the next guest of the VM.
+    /// A permanent failure is reported once. No search follows, not even for the next guest of the
+    /// VM.
     #[test]
     fn search_without_keeper_is_not_retried() {
         let memory = GuestMemoryMmap::from_ranges(&[(GuestAddress(0), 1 << 20)]).unwrap();
@@ -753,7 +754,7 @@ mod tests {
         told(&probe);
     }
 
-    /// The cost of a sample is recorded only for the samples that are selected for measurement.
+    /// The duration of a sample is recorded only if the sample was selected for measurement.
     #[test]
     fn sample_cost_is_measured_periodically() {
         let mut memory = SampleCache::default();

@@ -17,8 +17,8 @@ use perf_core::pmu::host::{EventOpenRequest, EventOpener, SyscallOpener};
 
 /// Maximum time that a thread waits until another thread has opened an event.
 const TIMEOUT: Duration = Duration::from_secs(30);
-/// Interval between signals to the thread. Repeated signals detect a thread that exits before it
-/// handles the request.
+/// Interval between two signals to the target thread. A signal fails if the thread has exited
+/// without handling the request.
 const SIGNAL_INTERVAL: Duration = Duration::from_millis(50);
 /// Interval between checks of whether the target thread has handled the request.
 const POLL_INTERVAL: Duration = Duration::from_micros(50);
@@ -37,7 +37,7 @@ fn state(tid: i32, phase: u64) -> u64 {
     u64::from(tid.unsigned_abs()) << 2 | phase
 }
 
-/// Phase of the current request and ID of its target thread.
+/// Phase of the current request, and ID of its target thread.
 static STATE: AtomicU64 = AtomicU64::new(IDLE);
 /// Pointer to the current request. Valid while the phase in [`STATE`] is posted or being handled.
 static REQUEST: AtomicPtr<RemoteOpen<'static>> = AtomicPtr::new(ptr::null_mut());
@@ -57,8 +57,8 @@ pub(super) struct RemoteOpen<'a> {
 }
 
 impl RemoteOpen<'_> {
-    /// Makes thread `tid` of this process open the event of `request` on itself, in its handler of
-    /// `signal`.
+    /// Makes thread `tid` of this process open an event in its handler of `signal`, and returns the
+    /// event's file descriptor.
     ///
     /// # Errors
     /// Returns an error if `perf_event_open(2)` fails, `ESRCH` if the thread does not exist, or
@@ -111,8 +111,8 @@ fn signal_until_done(tid: i32, signal: i32) -> io::Result<()> {
     Err(io::ErrorKind::TimedOut.into())
 }
 
-/// Opens an event on this thread if another thread has requested it. Async-signal-safe: makes only
-/// system calls and preserves `errno`.
+/// Opens an event on this thread, if another thread has requested this. Async-signal-safe: makes
+/// only system calls and preserves `errno`.
 pub(crate) fn open_in_handler() {
     if STATE.load(Ordering::Acquire) & 3 != POSTED {
         return;

@@ -9,7 +9,7 @@ use perf_core::pmu::sched::RunQueueWaitTime;
 /// `true` if a warning was logged that this host does not provide the wait time.
 static WARNED: AtomicBool = AtomicBool::new(false);
 
-/// Run-queue wait time of the thread that created the clock, read in increments.
+/// Time for which the thread that created this clock was runnable but waited for a host CPU.
 #[derive(Debug)]
 pub struct StealTimeClock {
     /// Source of the wait time; `None` if the host does not provide it.
@@ -39,7 +39,7 @@ impl StealTimeClock {
         Ok(Self { time, last_ns: None })
     }
 
-    /// Turns the clock on or off. Time that passes while the clock is off is not counted.
+    /// Turns the clock on or off. Time that passes while it is off is not counted.
     pub fn set_on(&mut self, on: bool) {
         match (on, self.last_ns) {
             (true, None) => self.last_ns = self.read(),
@@ -66,8 +66,8 @@ impl StealTimeClock {
 mod tests {
     use super::*;
 
-    /// [`StealTimeClock`] starts at zero when it is turned on and never decreases. While it is off, the
-    /// host's time is not read.
+    /// The clock starts at zero when it is turned on, and never goes back. While it is off, the
+    /// time of the host is not read.
     #[test]
     fn waiting_time_counts_only_while_on() {
         let mut clock = StealTimeClock::for_current_thread().unwrap();

@@ -47,7 +47,7 @@ fn read(pmu: &mut VcpuPmu) -> Option<u64> {
     }
 }
 
-/// Programs counter 0 for `event` and reconciles, as before an entry.
+/// Programs counter 0 to count `event`, and reconciles the events as before an entry.
 fn program(pmu: &mut VcpuPmu, event: ParavirtualEvent) {
     write(pmu, IA32_PERFEVTSEL0, selector(event));
     write(pmu, IA32_PERF_GLOBAL_CTRL, 1);
@@ -144,8 +144,7 @@ fn lost_step_is_uncounted_time() {
     pmu.detach();
 }
 
-/// An overflow that is found when the guest reads the counter, without a signal, is counted as
-/// well.
+/// An overflow that no signal has announced and that a read of the counter reveals is counted, too.
 #[test]
 fn overflow_found_by_read_is_counted() {
     let mut pmu = pmu();
@@ -159,8 +158,8 @@ fn overflow_found_by_read_is_counted() {
     pmu.detach();
 }
 
-/// A counter of stolen time advances while the thread waits for a busy CPU, and stops when the
-/// guest selects another event.
+/// A counter of stolen time advances while the thread waits for a busy CPU. It stops when the guest
+/// selects another event for the counter.
 #[test]
 fn stolen_time_is_counted_after_wrmsr() {
     let mut pmu = pmu();

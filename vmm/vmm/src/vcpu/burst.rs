@@ -367,9 +367,8 @@ impl Running {
 mod tests {
     use super::*;
 
-    /// Overflow signals wait only during a burst for the guest's branch records: a signal during a
-    /// burst for another purpose is handled immediately, and a signal that has waited is handled
-    /// after the burst.
+    /// Overflow signals wait during a burst for the guest's branch records, and are handled after
+    /// it. During a burst for another purpose, they are handled immediately.
     #[test]
     fn signal_waits_for_end_of_branch_records() {
         let burst = |purpose| ActiveBurst {

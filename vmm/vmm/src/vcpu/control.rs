@@ -13,11 +13,12 @@ use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 pub enum VmStopReason {
     /// The guest powered off.
     PowerOff,
-    /// The guest requested a reset (keyboard controller, port CF9H, ACPI reset register).
+    /// The guest has reset the machine, through the keyboard controller, port CF9H or the ACPI
+    /// reset register.
     Reset,
     /// A triple fault of a vCPU, which shuts the processor down.
     TripleFault,
-    /// A write to the debug-exit port; the value is the corresponding exit status.
+    /// The guest has written to the debug-exit port. The value is the resulting exit status.
     DebugExit(u8),
     /// A stop by the operator (Ctrl-A x, control socket).
     Operator,
@@ -75,7 +76,7 @@ pub enum RunState {
     Paused = 1,
     /// vCPU threads terminate.
     Stopped = 2,
-    /// vCPUs exit the guest and wait until the machine is reset; see `reset_barrier.rs`.
+    /// vCPUs leave the guest and wait until the machine is reset; see `reset_barrier.rs`.
     Resetting = 3,
     /// vCPUs wait outside the guest for a debugger, see `debugger.rs`. The debugger may let
     /// individual vCPUs run.
@@ -112,16 +113,16 @@ pub(super) struct RunControlState {
 /// vCPUs that are taking part in a reset, and how far they are; see `reset_barrier.rs`.
 #[derive(Debug, Default)]
 pub(super) struct ResetBarrier {
-    /// vCPUs that have exited the guest and wait for the reset.
+    /// vCPUs that have left the guest and wait for the reset.
     pub(super) arrived: VcpuSet,
-    /// vCPUs that take part in the restart and are not restored yet.
+    /// vCPUs that must still return to their initial state before any vCPU may run.
     pub(super) missing: VcpuSet,
-    /// `true` if memory and devices are reset, so that the missing vCPUs may restart.
+    /// `true` if memory and devices are reset, so that vCPUs may return to their initial state.
     pub(super) ready: bool,
 }
 
 impl RunControl {
-    /// Creates the run control of a VM in state [`RunState::Running`].
+    /// Creates the run control of a VM that is in state [`RunState::Running`].
     ///
     /// # Errors
     /// Returns an error if `eventfd(2)` fails.
@@ -159,7 +160,7 @@ impl RunControl {
         }
     }
 
-    /// Stops the VM. Only the first reason is recorded; later calls have no effect.
+    /// Stops the VM for `reason`. Has no effect if the VM has already stopped.
     pub fn stop(&self, reason: VmStopReason) {
         let mut ends = self.lock();
         ends.reason.get_or_insert(reason);
@@ -205,8 +206,8 @@ impl RunControl {
         self.on_reset == ResetPolicy::Restart
     }
 
-    /// Pauses or resumes the VM. Returns `false` if the VM has ended. During a reset the pause
-    /// takes effect after the reset.
+    /// Pauses or resumes the VM. Returns `false` if the VM has ended. A pause during a reset takes
+    /// effect after the reset.
     pub fn set_paused(&self, paused: bool) -> bool {
         let mut ends = self.lock();
         ends.paused = paused;
@@ -281,7 +282,7 @@ impl RunControl {
         self.lock().reason
     }
 
-    /// Returns an eventfd that becomes readable when the VM has stopped.
+    /// Returns the eventfd that is readable when the VM has stopped.
     pub fn stopped_event(&self) -> &EventFd {
         &self.stopped
     }
@@ -292,7 +293,7 @@ impl RunControl {
 }
 
 impl RunStateControl for RunControl {
-    /// Stops or resumes the VM for a debugger. An operator's pause has priority.
+    /// Stops the VM for a debugger, or resumes it unless an operator has paused it.
     fn set_held(&self, held: bool) {
         let mut ends = self.lock();
         ends.held = held;
@@ -330,8 +331,8 @@ mod tests {
         assert_eq!(control.stopped_event().read().unwrap(), 2);
     }
 
-    /// A reset by the guest stops the VM unless [`ResetPolicy::Restart`] is set. Any other reason
-    /// always stops it.
+    /// A reset by the guest stops the VM unless [`ResetPolicy::Restart`] is set. All other reasons
+    /// always stop the VM.
     #[test]
     fn only_reset_restarts_vm_if_enabled() {
         let exits = RunControl::new(ResetPolicy::Exit).unwrap();
@@ -348,7 +349,7 @@ mod tests {
         assert_eq!(restarts.state(), RunState::Stopped);
     }
 
-    /// A request wakes a vCPU thread that is blocked by a pause, without ending the pause.
+    /// A request wakes a vCPU thread that is blocked by a pause. The pause does not end.
     #[test]
     fn request_wakes_parked_thread() {
         use std::sync::atomic::AtomicBool;

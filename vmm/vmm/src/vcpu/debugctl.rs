@@ -132,8 +132,8 @@ mod tests {
         DebugControl::new(&CpuId::from_entries(&[leaf]).unwrap(), model).unwrap()
     }
 
-    /// A write to a bit of IA32_DEBUGCTL that CPUID does not enumerate raises #GP, as on a
-    /// processor without the feature.
+    /// If the guest sets a bit of IA32_DEBUGCTL that its CPUID table does not enumerate, the write
+    /// raises #GP.
     #[test]
     fn debugctl_accepts_only_bits_in_cpuid() {
         let plain = with(0, 0);
@@ -149,8 +149,8 @@ mod tests {
         assert_eq!(with(1 << 11, 0).pmu_part(1 << 15), Some(0));
     }
 
-    /// A guest with branch records can set the bit that freezes them at a PMI. AMD processors
-    /// ignore the bits that once controlled pins.
+    /// A guest with branch records can set the bit that freezes the records at a PMI. On AMD, a
+    /// guest can also set the bits that once controlled pins, without an effect.
     #[test]
     fn debugctl_accepts_freezing_of_branch_records() {
         let v2 = PmuModel::new(PmuGeneration::AmdV2, None, None).unwrap();

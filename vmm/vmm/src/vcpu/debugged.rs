@@ -24,7 +24,7 @@ impl Running {
         self.attached().is_some()
     }
 
-    /// Returns `true` unless the debugger has chosen that this vCPU stays stopped.
+    /// Returns `true` if the debugger lets this vCPU run.
     pub(super) fn may_run(&self) -> bool {
         self.control
             .debugger()
@@ -64,7 +64,7 @@ impl Running {
         Ok(())
     }
 
-    /// Writes the registers that the debugger has changed to KVM.
+    /// Writes to KVM the registers that the debugger has changed.
     pub(super) fn apply_debugger_registers(&mut self) -> Result<(), VcpuFailure> {
         let debugger = self.control.debugger();
         let Some((registers, changed)) = debugger.and_then(|debugger| debugger.take_changes(self.id)) else {

@@ -313,8 +313,8 @@ impl Debugger {
         }
     }
 
-    /// Returns the published registers of a vCPU, or `None` if the debugger has not stopped the
-    /// vCPU.
+    /// Returns the registers that a vCPU has published. Returns `None` if the debugger has not
+    /// stopped the vCPU.
     pub fn registers(&self, vcpu: u8) -> Option<VcpuRegisters> {
         lock(&self.cell(vcpu)?.view).shown
     }
@@ -384,7 +384,7 @@ impl Debugger {
         }
     }
 
-    /// Returns `true` if the debugger requested the registers of this vCPU.
+    /// Returns `true` if the debugger has asked this vCPU for its registers.
     pub(super) fn are_registers_requested_from(&self, vcpu: u8) -> bool {
         self.cell(vcpu)
             .is_some_and(|cell| cell.asked.load(Ordering::SeqCst))
@@ -471,7 +471,7 @@ mod tests {
         registers
     }
 
-    /// Register changes of a vCPU that remains stopped while other vCPUs run are kept, and are
+    /// If other vCPUs run while a vCPU stays stopped, changes to its registers are kept. They are
     /// applied exactly once.
     #[test]
     fn register_changes_are_applied_on_resume() {

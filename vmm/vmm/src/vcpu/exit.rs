@@ -225,7 +225,7 @@ impl Running {
         self.trap_port(byte).map_err(VcpuFailure::Read)
     }
 
-    /// Handles a debug exit after a breakpoint or single step.
+    /// Handles a debug exit, which a breakpoint or a single step has caused.
     pub(super) fn debug_exit(&mut self, stop: &kvm_debug_exit_arch) -> Result<LoopAction, VcpuFailure> {
         if stop.exception != BREAKPOINT && stop.dr6 & DR6_BREAKPOINTS != 0 && self.debug.is_site(stop.pc) {
             return self.handle_rdpmc_breakpoint().map_err(VcpuFailure::Debug);

@@ -14,7 +14,7 @@ use crate::kvm::armed_vcpu::VcpuExit;
 use crate::kvm::call::KvmIoctlError;
 use guest_patching::finder::TRAP_PORT;
 
-/// Defines [`VcpuExitReason`] from a list of variants and their names in the control protocol.
+/// Defines [`VcpuExitReason`] from a list of variants, each with its name in the control protocol.
 macro_rules! reasons {
     ($($(#[$doc:meta])* $reason:ident: $name:literal,)+) => {
         /// Reason for an exit to user space.
@@ -52,7 +52,8 @@ reasons! {
     MmioRead: "mmio_read",
     /// MMIO write to a device.
     MmioWrite: "mmio_write",
-    /// Breakpoint or single step, for RDPMC, exact counting or a debugger.
+    /// Debug exit at a breakpoint or after a single step, for RDPMC emulation, the exact backing or
+    /// a debugger.
     Debug: "debug",
     /// Halt that KVM does not handle itself.
     Halt: "halt",
@@ -246,7 +247,8 @@ mod tests {
         table.take()[reason as usize]
     }
 
-    /// Unwatched exits are not counted. A watched exit is timed when the guest is reentered.
+    /// Exits are not counted while nobody watches them. The duration of a watched exit is known
+    /// when the guest is entered again.
     #[test]
     fn exits_are_counted_and_timed_while_watched() {
         let table = Arc::new(VcpuExitStatistics::default());

@@ -52,7 +52,7 @@ pub struct StepperConfig {
     pub host: SteppingSupport,
     /// `true` if the VM has one vCPU and no CPU hot-plug.
     pub alone: bool,
-    /// `true` to single-step every instruction, without straight-line runs.
+    /// `true` to single-step every instruction, which disables straight-line runs.
     pub without_runs: bool,
     /// `true` if KVM can copy registers at each exit.
     pub syncs_registers: bool,

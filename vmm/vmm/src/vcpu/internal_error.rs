@@ -16,7 +16,7 @@ const RESET_VECTOR: u64 = 0xffff_fff0;
 /// CR0.PE: protected mode (SDM vol. 3 §2.5).
 const CR0_PE: u64 = 1 << 0;
 
-/// An internal error of KVM and the vCPU state at that point.
+/// An internal error of KVM, and the state of the vCPU when it occurred.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) struct InternalError {
     exit: InternalErrorExit,

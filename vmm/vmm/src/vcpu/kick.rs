@@ -73,7 +73,7 @@ pub struct KickTimer {
 }
 
 impl KickTimer {
-    /// Creates a disarmed timer for the current thread.
+    /// Creates a timer for the current thread, which is not armed yet.
     ///
     /// # Errors
     /// Returns an error if `timer_create(2)` fails.
@@ -298,7 +298,7 @@ mod tests {
         assert!(!take_overflow());
     }
 
-    /// Returns the time until the timer expires; zero if the timer is disarmed.
+    /// Returns the time until the timer fires, or zero if the timer is not armed.
     fn left(timer: &KickTimer) -> Duration {
         // SAFETY: an all-zero `itimerspec` is a valid value of that plain C struct.
         let mut spec: libc::itimerspec = unsafe { std::mem::zeroed() };
@@ -310,7 +310,7 @@ mod tests {
         )
     }
 
-    /// The earliest of several requested kicks determines the expiry, regardless of the order of
+    /// If several kicks are requested, the timer fires at the earliest time, whatever the order of
     /// the requests.
     #[test]
     fn later_kick_request_does_not_delay_earlier() {
@@ -328,7 +328,8 @@ mod tests {
         assert!(left(&timer) <= urgent, "it is not put off");
     }
 
-    /// A repeated request for the same expiry makes no system call and leaves the timer unchanged.
+    /// If a kick is requested again for the same time, no system call is made and the timer does
+    /// not change.
     #[test]
     fn repeated_kick_request_keeps_timer() {
         let timer = KickTimer::for_current_thread().unwrap();

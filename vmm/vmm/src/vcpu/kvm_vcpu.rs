@@ -72,7 +72,7 @@ impl KvmVcpu {
         self.kept.id
     }
 
-    /// Restores the initial state of the vCPU.
+    /// Writes the initial state of the vCPU to KVM.
     ///
     /// # Errors
     /// Returns a [`KvmIoctlError`] if a KVM call fails.

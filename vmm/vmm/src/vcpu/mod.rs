@@ -509,7 +509,7 @@ mod tests {
     }
 
     impl SampledVm {
-        /// Starts the VM. Returns `None` if KVM is unavailable.
+        /// Starts the VM and samples vCPU 0. Returns `None` without KVM.
         fn start() -> Option<Self> {
             let vm = testing::halted_vm()?;
             // The call returns only after the vCPUs have attached to the perf core.
@@ -556,7 +556,8 @@ mod tests {
         }
     }
 
-    /// Samples of a paused VM are complete. No elapsed period is still waiting for its signal.
+    /// The samples of a VM are complete when it is paused, even if signals for elapsed periods have
+    /// not arrived.
     #[test]
     fn periods_before_a_pause_are_sampled_at_the_pause() {
         let Some(mut sampled) = SampledVm::start() else {
@@ -579,7 +580,7 @@ mod tests {
         assert_eq!(sampled.periods(), [PERIOD]);
     }
 
-    /// A recording of a VM that stops contains all samples.
+    /// The samples of a VM are complete when it has ended.
     #[test]
     fn periods_before_the_end_are_sampled_at_the_end() {
         let Some(mut sampled) = SampledVm::start() else {

@@ -22,14 +22,14 @@ use crate::kvm::call::KvmIoctlError;
 use crate::kvm::vcpu_fd::VcpuFd;
 use crate::kvm::vm_fd::VmFd;
 
-/// IA32_X2APIC_LVT_PMI, present in x2APIC mode (SDM vol. 3 table 11-6).
+/// MSR number of IA32_X2APIC_LVT_PMI, which exists in x2APIC mode (SDM vol. 3 table 11-6).
 const X2APIC_LVT_PMI: u32 = 0x834;
 /// IA32_APIC_BASE.EXTD (bit 10, SDM vol. 4): x2APIC mode.
 const APIC_BASE_EXTD: u64 = 1 << 10;
-/// IA32_APIC_BASE.EN (bit 11): local APIC globally enabled.
+/// IA32_APIC_BASE.EN (bit 11): the local APIC is enabled.
 const APIC_BASE_EN: u64 = 1 << 11;
-/// Offset of the local APIC ID in the xAPIC register page. The ID is in bits 31:24, and the guest
-/// may write it.
+/// Offset of the local APIC ID in the xAPIC register page. The ID is in bits 31:24. The guest can
+/// change it.
 const XAPIC_ID: usize = 0x20;
 /// Offset of the first in-service register (ISR) in the xAPIC register page. The ISR has a bit for
 /// each vector, in registers of 32 bits that are 16 bytes apart.
@@ -41,7 +41,7 @@ const XAPIC_IRR: usize = 0x200;
 const XAPIC_BROADCAST: u8 = 0xff;
 /// Offset of LVTPC in the xAPIC register page.
 const XAPIC_LVTPC: usize = 0x340;
-/// Mask bit of an entry of the local vector table (LVT).
+/// Mask bit of an entry in the local vector table (LVT).
 const LVT_MASKED: u32 = 1 << 16;
 /// Base address of MSIs that are sent to a local APIC.
 const MSI_ADDRESS: u32 = 0xfee0_0000;
@@ -287,7 +287,7 @@ fn send(vm: &VmFd, apic_id: u8, vector: u8) -> Result<PmiDelivery, PmiError> {
     })
 }
 
-/// Returns the register at this offset of an xAPIC register page.
+/// Returns the 32-bit register at `offset` in an xAPIC register page.
 fn register(page: &kvm_lapic_state, offset: usize) -> u32 {
     let mut bytes = [0u8; 4];
     for (byte, reg) in bytes.iter_mut().zip(&page.regs[offset..offset + 4]) {
@@ -367,7 +367,8 @@ mod tests {
         assert_eq!(recheck.waits(start + us(1050)), us(1951));
     }
 
-    /// The bit of a vector is read from the IRR or ISR register that contains it.
+    /// Whether a vector is being handled is read from the IRR and ISR registers that contain its
+    /// bit.
     #[test]
     fn vector_is_handled_while_in_irr_or_isr() {
         let kvm = crate::kvm::host::open().unwrap();

@@ -29,7 +29,7 @@ const MAX_CHECK_INTERVAL: Duration = Duration::from_millis(64);
 /// Maximum number of writes to PMU registers after which the guest's kernel is checked, even if the
 /// interval has not elapsed.
 const MAX_WRITES: u32 = 1024;
-/// CR4.PCE: RDPMC permitted at CPL 3 (SDM vol. 3 §2.5).
+/// CR4.PCE: RDPMC is permitted at CPL 3 (SDM vol. 3 §2.5).
 pub(super) const CR4_PCE: u64 = 1 << 8;
 
 /// Addresses of an RDPMC instruction that was emulated, and the time.
@@ -112,7 +112,7 @@ impl LastRdpmc {
 /// State of RDPMC emulation on one vCPU.
 pub struct RdpmcEmulator {
     pub(super) memory: GuestMemoryMmap,
-    /// `true` if the kernel is Linux, so that addresses in the upper half belong to the kernel.
+    /// `true` if the kernel is Linux, whose addresses are in the upper half of the address space.
     linux: bool,
     /// Locations of the RDPMC instructions that were replaced by traps or have breakpoints.
     pub(super) sites: VcpuRdpmcSites,
@@ -351,8 +351,8 @@ mod tests {
         n
     }
 
-    /// Checks of a kernel that does not change become less frequent, because a profiled guest
-    /// writes PMU registers continuously without changing its kernel.
+    /// Checks become less frequent while the kernel does not change. A guest that is being profiled
+    /// writes PMU registers all the time without changing its kernel.
     #[test]
     fn unchanged_kernel_check_backs_off() {
         let mut looks = KernelCheckBackoff::default();
@@ -381,7 +381,8 @@ mod tests {
         assert!(written.is_some());
     }
 
-    /// The back-off restarts after a kernel change, because the handler may change again.
+    /// After a change of the kernel, checks are frequent again, because the handler may change
+    /// again.
     #[test]
     fn kernel_change_resets_back_off() {
         let mut looks = KernelCheckBackoff::default();
@@ -412,8 +413,8 @@ mod tests {
         }
     }
 
-    /// When the limit of repetitions is reached, [`LastRdpmc::may_repeat`] returns `false`, however
-    /// often it is called, until the guest progresses.
+    /// After the maximum number of repetitions, [`LastRdpmc::may_repeat`] returns `false` until the
+    /// guest has made progress, however often it is called.
     #[test]
     fn rdpmc_is_not_repeated_before_progress() {
         let mut last = LastRdpmc::default();

@@ -290,7 +290,7 @@ impl Running {
         self.raise(13, Some(0))
     }
 
-    /// Injects the #DB that a guest with its own trap flag expects after an emulated instruction.
+    /// Injects a #DB after an instruction was emulated for a guest that has set the trap flag.
     fn raise_single_step(&self) -> Result<(), KvmIoctlError> {
         let mut debug = self.fd.get_debug_regs()?;
         debug.dr6 |= DR6_BS;
@@ -383,7 +383,7 @@ impl Running {
     }
 }
 
-/// Returns the SYSCALL entry point of the guest's kernel.
+/// Returns the entry point of SYSCALL in the guest's kernel.
 fn lstar(fd: &VcpuFd) -> Option<u64> {
     let mut msrs = Msrs::from_entries(&[kvm_msr_entry {
         index: IA32_LSTAR,

@@ -174,8 +174,8 @@ impl RegisterCache {
 mod tests {
     use super::*;
 
-    /// Registers are reported as valid only if they were copied at the last exit and not changed
-    /// since.
+    /// The registers are reported as valid only if KVM copied them at the last exit and they have
+    /// not changed since.
     #[test]
     fn register_cache_is_valid_only_after_exit() {
         let Ok(kvm) = crate::kvm::host::open() else {

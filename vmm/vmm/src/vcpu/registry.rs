@@ -57,7 +57,7 @@ pub enum VcpuRegistryError {
     /// A vCPU that the guest has ejected is still being removed.
     #[error("vCPU {0} is still being removed; try again")]
     Leaving(u8),
-    /// The KVM vCPU cannot be restored to its initial state.
+    /// The initial state of the KVM vCPU cannot be restored.
     #[error("cannot add vCPU {0}")]
     State(u8, #[source] KvmIoctlError),
     /// Creating the runnable vCPU failed.
@@ -190,8 +190,8 @@ impl VcpuRegistry {
         self.start_set(VcpuSet::below(vcpus), Vec::new(), first_entry)
     }
 
-    /// Starts the threads of `vcpus` with the state of `saved`, like [`VcpuRegistry::start`]. vCPUs
-    /// without a saved state start in their initial state.
+    /// Starts the threads of `vcpus` like [`VcpuRegistry::start`]. A vCPU with an entry in `saved`
+    /// starts in the saved state, and any other in its initial state.
     ///
     /// # Errors
     /// Returns an error in the same cases as [`VcpuRegistry::start`], and
@@ -367,7 +367,7 @@ impl VcpuRegistry {
         self.kicker.kick();
     }
 
-    /// Creates a runnable vCPU from the KVM vCPU that `slot` stores while no thread runs it.
+    /// Creates a runnable vCPU from the KVM vCPU that is parked in `slot`.
     fn make(&self, slot: &Arc<VcpuSlot>) -> Result<Vcpu, VcpuRegistryError> {
         let Some(parked) = slot.unpark() else {
             return Err(VcpuRegistryError::Leaving(slot.id()));
@@ -378,8 +378,8 @@ impl VcpuRegistry {
         })
     }
 
-    /// Starts a vCPU's thread and waits until it is attached to the perf core. The vCPU runs when
-    /// the returned [`VcpuHold`] is dropped.
+    /// Starts the thread of a vCPU, and waits until it is attached to the perf core. The vCPU does
+    /// not run before the returned [`VcpuHold`] is dropped.
     fn start_one(&self, vcpu: u8) -> Result<VcpuHold, VcpuRegistryError> {
         let slot = &self.slots[usize::from(vcpu)];
         slot.restore_parked()
@@ -411,7 +411,7 @@ fn set(vcpus: impl Iterator<Item = u8>) -> VcpuSet {
     vcpus.map(VcpuSet::of).fold(VcpuSet::default(), VcpuSet::with)
 }
 
-/// Formats the numbers of these vCPUs, for example `vCPUs 1 to 3`.
+/// Formats the numbers of vCPUs, for example `vCPUs 1 to 3`.
 pub fn named(vcpus: VcpuSet) -> String {
     let numbers: Vec<u32> = vcpus.numbers().map(u32::from).collect();
     vcpu_names(&numbers)

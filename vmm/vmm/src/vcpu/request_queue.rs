@@ -153,8 +153,7 @@ impl VcpuRequestQueue {
 mod tests {
     use super::*;
 
-    /// A request for a view of the guest's counters is never answered with a view from before the
-    /// request.
+    /// The response to a request for a view of the guest's counters is never an older view.
     #[test]
     fn view_is_not_older_than_request() {
         let request_queue = VcpuRequestQueue::default();

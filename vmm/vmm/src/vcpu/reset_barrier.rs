@@ -34,7 +34,7 @@ impl RunControl {
         ends.reset_barrier.arrived = ends.reset_barrier.arrived.without(VcpuSet::of(vcpu));
     }
 
-    /// Notifies a pending reset that a vCPU thread has ended.
+    /// Tells a pending reset that a vCPU thread has ended and need not arrive.
     pub(super) fn notify_thread_ended(&self) {
         // Taking the lock ensures that a reset that begins later observes that the thread has
         // ended.
@@ -67,7 +67,8 @@ impl RunControl {
         self.wake_waiters();
     }
 
-    /// Marks a vCPU as restored. Blocks until all vCPUs are restored or the VM has ended.
+    /// Records that a vCPU has returned to its initial state, and blocks until all vCPUs have or
+    /// the VM has ended.
     pub(super) fn mark_restored_and_wait(&self, vcpu: u8) {
         let mut ends = self.lock();
         let me = VcpuSet::of(vcpu);

@@ -62,7 +62,7 @@ pub(super) enum ExitAction {
     TrapPort(u8),
     /// Handle a breakpoint or single step.
     Debug(kvm_debug_exit_arch),
-    /// Handle a write to IA32_DEBUGCTL whose PMU bits are already applied.
+    /// Handle a write to IA32_DEBUGCTL. The bits of the PMU are already applied.
     DebugControl(u64),
     /// Handle an instruction that KVM's emulator does not support.
     EmulationFailed,
@@ -89,7 +89,7 @@ pub enum VcpuStartReporter {
 }
 
 impl VcpuStartReporter {
-    /// Reports that the vCPU has been attached, and waits until it may run.
+    /// Reports that the vCPU is attached to the perf core, and waits until it may run.
     pub(super) fn done(self, vcpu: u8) {
         let Self::Later { attached, released } = self else {
             return;

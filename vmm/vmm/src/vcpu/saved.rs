@@ -32,7 +32,7 @@ pub(super) enum SavePhase {
     None,
     /// The vCPU must still complete the last exit.
     Settling,
-    /// The last exit is complete, and its instruction is counted.
+    /// KVM has completed the last exit, and its instruction is counted.
     Settled,
 }
 
@@ -167,7 +167,7 @@ pub(crate) fn cpuid_leaf(leaf: &kvm_bindings::kvm_cpuid_entry2) -> [u32; 7] {
 }
 
 impl Vcpu {
-    /// Restores the virtual PMU and the VMM's own state of the vCPU.
+    /// Restores the virtual PMU, and what else the VMM keeps for the vCPU.
     ///
     /// # Errors
     /// Returns a [`VpmuStateError`] if the state does not belong to this PMU.

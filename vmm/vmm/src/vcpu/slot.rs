@@ -9,7 +9,7 @@ use super::request_queue::VcpuRequestQueue;
 use super::stats::VcpuStats;
 use crate::kvm::call::KvmIoctlError;
 
-/// Maximum number of triple faults that are logged per vCPU.
+/// Maximum number of triple faults per vCPU that are logged.
 const MAX_LOGGED_TRIPLE_FAULTS: u64 = 16;
 
 /// State of one vCPU that other threads can access. Kept when the vCPU is removed.
@@ -72,12 +72,12 @@ impl VcpuSlot {
         self.leave.load(Ordering::Relaxed)
     }
 
-    /// Records the host thread ID when a vCPU thread starts.
+    /// Stores the kernel thread ID of the vCPU thread that has just started.
     pub(super) fn set_thread_id(&self, thread: u32) {
         self.thread.store(thread, Ordering::Relaxed);
     }
 
-    /// Returns the host thread ID of the current or last vCPU thread, or 0 if none has started.
+    /// Returns the kernel thread ID of the current or last vCPU thread, or 0 if none has started.
     pub fn thread(&self) -> u32 {
         self.thread.load(Ordering::Relaxed)
     }
@@ -88,14 +88,14 @@ impl VcpuSlot {
         self.shutdowns.fetch_add(1, Ordering::Relaxed) < MAX_LOGGED_TRIPLE_FAULTS
     }
 
-    /// Stores the KVM vCPU in this slot and marks the slot as free. Called at the end of the vCPU
-    /// thread.
+    /// Parks the KVM vCPU in this slot and marks the slot as free. Called when the vCPU thread
+    /// ends.
     pub(super) fn park(&self, vcpu: KvmVcpu) {
         *self.lock() = Some(vcpu);
         self.taken.store(false, Ordering::Release);
     }
 
-    /// Marks the slot as taken. The vCPU thread frees the slot when it ends.
+    /// Marks the slot as taken by a vCPU thread. The thread marks it as free when it ends.
     pub(super) fn take(&self) {
         self.taken.store(true, Ordering::Release);
     }

@@ -3,7 +3,7 @@
 use std::fmt::{self, Write as _};
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// Defines [`VcpuStats`] from a list of fields and their labels.
+/// Defines [`VcpuStats`] from a list of counters, each with a label.
 macro_rules! counters {
     ($($(#[$doc:meta])* $field:ident: $label:literal,)+) => {
         /// Statistics of one vCPU. Written only by the vCPU thread, readable by any thread.
@@ -13,7 +13,7 @@ macro_rules! counters {
         }
 
         impl VcpuStats {
-            /// Returns all values with their labels, in display order.
+            /// Returns the label and the value of each counter, in display order.
             pub fn all(&self) -> Vec<(&'static str, u64)> {
                 vec![$(($label, self.$field.get()),)+]
             }
@@ -174,8 +174,7 @@ impl fmt::Display for VcpuStats {
 mod tests {
     use super::*;
 
-    /// A statistic whose value comes from the PMU never decreases, although the PMU is rebuilt with
-    /// each vCPU thread.
+    /// A value that comes from the PMU never decreases, although each vCPU thread has a new PMU.
     #[test]
     fn statistics_accumulate_over_vcpu_threads() {
         let stats = VcpuStats::default();
@@ -190,7 +189,8 @@ mod tests {
         assert_eq!((stats.steps.get(), stats.exits.get()), (8, 4));
     }
 
-    /// The table has a total over the vCPUs and omits zero rows.
+    /// The table has a column with the total over all vCPUs, and no row in which all values are
+    /// zero.
     #[test]
     fn table_sums_vcpus_and_omits_zero_rows() {
         let (a, b) = (VcpuStats::default(), VcpuStats::default());

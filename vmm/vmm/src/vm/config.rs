@@ -45,7 +45,7 @@ pub struct VmConfig {
     /// `true` to remove events that cannot be counted from the event tables of the guest's kernel,
     /// so that perf in the guest does not offer them.
     pub hide_uncounted: bool,
-    /// Debugger support, or `None` if no debugger may connect.
+    /// Parameters of debugger support; `None` if no debugger may connect.
     pub debugger: Option<DebuggerConfig>,
     /// Pinning of vCPUs to host CPUs.
     pub pins: VcpuPinning,
@@ -107,7 +107,7 @@ pub enum HaltPolling {
     AtMost(u32),
 }
 
-/// Maximum value of [`HaltPolling::AtMost`], in nanoseconds.
+/// Maximum polling time that [`HaltPolling::AtMost`] accepts, in nanoseconds.
 const MAX_POLLING_NS: u32 = 1_000_000;
 
 /// Error when parsing [`HaltPolling`].
@@ -155,8 +155,8 @@ pub struct DebuggerConfig {
 mod tests {
     use super::*;
 
-    /// With the clock backing, which counts polling as guest cycles, polling is off unless the user
-    /// requests it.
+    /// Polling is off with the clock backing, which would count it as guest cycles, unless the
+    /// operator requests polling.
     #[test]
     fn halt_polling_is_off_with_clock_backing() {
         for (text, policy, told) in [

@@ -37,7 +37,7 @@ pub enum VmError {
     /// RDPMC cannot be emulated with breakpoints.
     #[error(transparent)]
     Hwbp(#[from] HardwareBreakpointError),
-    /// `--rdpmc off` was given for a Linux kernel whose PMU the VMM emulates.
+    /// `--rdpmc off` was given for a Linux kernel with a PMU that the VMM emulates.
     #[error(
         "--rdpmc off: a Linux kernel crashes if its RDPMC is not emulated; omit the option, or use \
         --pmu off or --backing kvm"

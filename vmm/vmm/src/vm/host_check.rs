@@ -57,8 +57,8 @@ mod tests {
     use crate::testing;
     use crate::vm::migrate::OutgoingMigration;
 
-    /// A saved VM is accepted on a host with the same properties and rejected on one with others,
-    /// before the VM is paused.
+    /// Before the VM is paused, the check accepts a host with the properties of the saved machine,
+    /// and rejects a host with others.
     #[test]
     fn other_hosts_are_refused_before_the_pause() {
         let Some(vm) = testing::halted_vm() else { return };

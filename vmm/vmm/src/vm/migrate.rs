@@ -322,8 +322,8 @@ mod tests {
         }));
     }
 
-    /// The number of bytes that a piece reads is limited even if touched memory consists of zeros,
-    /// which are read but not sent.
+    /// A piece ends after a limited number of read bytes, even if all of them are zeros, which are
+    /// not sent.
     #[test]
     fn piece_of_zeros_reads_a_limited_number_of_bytes() {
         let Some(vm) = testing::halted_vm() else { return };

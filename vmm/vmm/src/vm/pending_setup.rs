@@ -105,8 +105,8 @@ fn begin<T: Send + 'static>(
 mod tests {
     use super::*;
 
-    /// A caller that needs the result of a running probe waits for it. The VM is returned once,
-    /// with its interrupt controllers.
+    /// A caller that needs the result of a probe in progress waits for it. The VM is returned once,
+    /// with interrupt controllers.
     #[test]
     fn concurrent_probe_shares_result() {
         let Ok(kvm) = host::open() else {

@@ -147,7 +147,7 @@ impl<'a> VmPlan<'a> {
         })
     }
 
-    /// Creates the run state, with debugger support if configured.
+    /// Creates the run control of the VM, with debugger support if configured.
     pub(super) fn make_control(&self, kvm: &Kvm) -> io::Result<RunControl> {
         let control = RunControl::new(self.config.on_reset)?;
         let Some(wanted) = self.config.debugger else {
@@ -566,8 +566,8 @@ mod tests {
     use super::*;
     use crate::testing;
 
-    /// Only a mediated vPMU needs exclusive use of the host's PMU. If the PMU is in use, the error
-    /// names everything that may hold it.
+    /// Only a mediated vPMU needs the host's PMU exclusively. If the PMU is in use, the error names
+    /// everything that may use it.
     #[test]
     fn busy_vcpu_of_mediated_vm_names_holders_of_pmu() {
         let line = |mediated, errno| {
@@ -595,9 +595,9 @@ mod tests {
         }
     }
 
-    /// A VM with `--nested` is excluded from snapshots, because a vCPU in a nested guest would be
-    /// restored without its nested state. A guest without `--nested` has no nested state, because
-    /// KVM then rejects EFER.SVME and CR4.VMXE.
+    /// A VM with `--nested` cannot be saved, because a vCPU in a nested guest would be restored
+    /// without its nested state. A guest without `--nested` has no nested state, because KVM
+    /// rejects EFER.SVME and CR4.VMXE.
     #[test]
     fn snapshot_excludes_nested_state() {
         let mut config = testing::config(&[]);
@@ -606,8 +606,8 @@ mod tests {
         assert_eq!(VmPlan::of(&config).unsupported_in_snapshot(), ["--nested"]);
     }
 
-    /// A VM whose stepper sets the trap flag is excluded from snapshots, because the stepper may
-    /// leave the flag in guest memory. A KVM that emulates CPL 0 needs no trap flag.
+    /// A VM whose stepper uses the trap flag cannot be saved, because the flag may be in guest
+    /// memory. With a KVM that emulates CPL 0, the stepper does not need the flag.
     #[test]
     fn snapshot_excludes_exact_backing_with_trap_flags() {
         let mut config = testing::config(&[]);
@@ -617,8 +617,8 @@ mod tests {
         assert_eq!(VmPlan::of(&config).unsupported_in_snapshot(), ["--backing exact"]);
     }
 
-    /// A Linux kernel without RDPMC emulation is rejected, because it crashes at its first counter
-    /// read.
+    /// A Linux kernel is rejected if RDPMC is not emulated, because the kernel would crash when it
+    /// first reads a counter.
     #[test]
     fn rdpmc_off_refuses_linux_with_emulated_pmu() {
         let mut config = testing::config(&[]);

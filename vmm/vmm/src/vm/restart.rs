@@ -27,7 +27,7 @@ use crate::vcpu::factory::VcpuFactory;
 use crate::vcpu::registry::VcpuRegistry;
 use guest_patching::uncounted::UncountableEvents;
 
-/// Maximum number of logged restarts. A guest may reset in a loop.
+/// Maximum number of restarts that are logged, because a guest may reset the machine in a loop.
 const MAX_LOGGED_RESTARTS: u64 = 16;
 
 /// Inputs with which the machine is constructed anew after a reset.
@@ -44,8 +44,8 @@ pub(super) struct RestartContext {
     pub chips: IrqchipState,
 }
 
-/// Restarts the machine after each reset by its guest. The main loop calls it when
-/// [`GuestResetHandler::event`] is readable.
+/// Restarts the machine after each reset by its guest. The main loop calls
+/// [`GuestResetHandler::serve`] when [`GuestResetHandler::event`] is readable.
 pub struct GuestResetHandler {
     pub(super) again: RestartContext,
     pub(super) ram: GuestRam,
@@ -58,7 +58,7 @@ pub struct GuestResetHandler {
 }
 
 impl GuestResetHandler {
-    /// Returns the eventfd that becomes readable when a reset is pending.
+    /// Returns the eventfd that is readable when the next step of a reset is due.
     pub fn event(&self) -> &EventFd {
         self.control.reset_event()
     }

@@ -45,12 +45,12 @@ pub enum RestoredMemory {
     /// The memory file of a snapshot, which is mapped and never written. Several VMs may be
     /// restored from it, so each receives its own generation ID.
     Snapshot(File),
-    /// The memory files of a diff and of the snapshots on which it is based. All are mapped and
-    /// never written.
+    /// The memory files of a diff and of the snapshots on which the diff is based, which are mapped
+    /// and never written.
     Diff {
-        /// The snapshot on which the diff is based, with the snapshots on which that one depends.
+        /// Snapshot on which the diff is based, and the snapshots on which that snapshot is based.
         base: Box<BaseChain>,
-        /// Memory file of the diff, with only the ranges that have changed.
+        /// Memory file of the diff, which contains only the ranges that have changed.
         changes: File,
     },
     /// The memory of a VM that has moved to this process. The VM runs in no other process.
@@ -116,7 +116,7 @@ pub enum RestoreError {
     /// The virtual PMU of a vCPU cannot be restored.
     #[error("the virtual PMU of vCPU {0} cannot be restored")]
     Pmu(u8, #[source] VpmuStateError),
-    /// Trap flags that single-stepping has left in guest memory cannot be removed on this host.
+    /// Single-stepping has left trap flags in guest memory, which cannot be removed on this host.
     #[error(
         "a recording of branches has left trap flags in the memory of the snapshot, and this host's KVM cannot \
          single-step guests to remove them"
@@ -192,7 +192,7 @@ pub fn announced_events(saved: &SavedMachine) -> Option<ArchEventSet> {
     (eax != 0).then(|| ArchEventSet::of_leaf_a(CpuidRegs { eax, ebx, ecx, edx }))
 }
 
-/// Parts of a new machine to which the saved state is written.
+/// Parts of the new machine to which the saved state is written.
 pub(super) struct NewMachine<'a> {
     pub(super) fd: &'a VmFd,
     pub(super) layout: &'a VcpuStateLayout,
@@ -411,7 +411,7 @@ pub(super) fn format_name(kind: &KernelFormat) -> &'static str {
     }
 }
 
-/// Returns the event filter of a snapshot.
+/// Returns the event filter that a snapshot contains.
 ///
 /// # Errors
 /// Returns [`RestoreError::Filter`] if it is invalid.
@@ -485,7 +485,7 @@ mod tests {
         restored_with(code, Vec::new(), saved)
     }
 
-    /// Restores a VM whose guest executes `code`, with these devices.
+    /// Restores a VM with the devices `devices`, whose guest executes `code`.
     fn restored_with(code: &[u8], devices: Vec<Box<dyn VirtioDevice>>, saved: RestoredMachine) -> RunningVm {
         let kvm = host::open().unwrap();
         let parts = VmBuildInputs {
@@ -570,9 +570,9 @@ mod tests {
         }
     }
 
-    /// Pages that a guest has given to the balloon are zeros in a snapshot. In the restored VM, a
-    /// page that is given to the balloon is not filled from the memory file afterwards, and the
-    /// balloon's target and actual size equal those of the source.
+    /// A snapshot contains zeros for the pages that the guest has given to the balloon. In the
+    /// restored VM, a page that is given to the balloon is not read from the memory file again. The
+    /// target and the actual size of the balloon equal those of the source.
     #[test]
     fn balloon_continues_in_restored_vm() {
         let balloon = |origin| BalloonDevice::new("size=4".parse().unwrap(), 32 << 20, origin).unwrap();
@@ -646,8 +646,8 @@ mod tests {
         vm.ram().memory().read_obj(address).unwrap()
     }
 
-    /// Each restored VM has its own generation ID, and its guest receives the interrupt of the
-    /// event device, here as vector 0x61 at I/O APIC input 10.
+    /// Each restored VM has a generation ID of its own. Its guest receives the interrupt of the
+    /// event device, here vector 0x61 from I/O APIC input 10.
     #[test]
     fn clones_differ() {
         const VECTOR: usize = 0x61;

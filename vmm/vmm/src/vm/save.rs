@@ -61,7 +61,7 @@ pub enum SnapshotError {
     /// The VM has ended, or its guest has reset it.
     #[error("the VM has ended or was reset during the snapshot")]
     Ended,
-    /// A step of the snapshot was requested before the preceding step was complete.
+    /// A step of the snapshot was requested before the preceding one was complete.
     #[error("the snapshot is not ready for this step")]
     Order,
     /// A vCPU cannot be saved.
@@ -119,7 +119,7 @@ impl std::fmt::Debug for VmSnapshotInputs {
 enum Phase {
     /// The vCPUs are completing their last exits.
     Settling,
-    /// The devices are stopped, and the vCPUs are saving their states.
+    /// The devices are stopped, and the vCPUs are storing their states.
     Saving,
     /// The states of vCPUs and devices are known. The client can read memory.
     Ready,
@@ -136,12 +136,12 @@ pub struct MemoryPiece {
     pub next: u64,
 }
 
-/// A snapshot that is being taken. The VM stays paused until the snapshot is dropped.
+/// A snapshot that is being taken. The VM stays paused until this value is dropped.
 #[derive(Debug)]
 pub struct VmSnapshot {
     source: Arc<VmSnapshotInputs>,
     was_paused: bool,
-    /// `true` if the host resources of the devices are shared with the destination process.
+    /// `true` if the destination process may also open the host resources of the devices.
     shares_devices: bool,
     /// `true` if the VM may run in another process. The VM then stays paused in this process when
     /// the snapshot is dropped.
@@ -210,8 +210,8 @@ impl VmSnapshot {
         })
     }
 
-    /// Performs the steps of the snapshot that are possible now, and returns `true` when the states
-    /// of vCPUs and devices are known.
+    /// Performs the steps of the snapshot that are possible now. Returns `true` when the states of
+    /// vCPUs and devices are known.
     ///
     /// # Errors
     /// Returns [`SnapshotError::Ended`] if the VM is no longer paused, [`SnapshotError::Trap`] if
@@ -245,7 +245,7 @@ impl VmSnapshot {
         Ok(self.phase == Phase::Ready)
     }
 
-    /// Reads the states of all parts of the VM except memory.
+    /// Collects the states of all parts of the VM except memory.
     fn collect(&mut self) -> Result<(), SnapshotError> {
         let source = &self.source;
         for slot in source.registry.taken() {
@@ -268,8 +268,8 @@ impl VmSnapshot {
         self.machine.memory.bytes
     }
 
-    /// Returns the next piece of guest memory, which begins at `offset`. Successive chunks of zeros
-    /// form one piece.
+    /// Returns the piece of guest memory that begins at `offset`. Consecutive chunks of zeros form
+    /// one piece.
     ///
     /// # Errors
     /// Returns [`SnapshotError::Order`] unless `offset` is the end of the previous piece, and
@@ -393,7 +393,7 @@ impl VmSnapshot {
         }
     }
 
-    /// Returns the state file of the snapshot.
+    /// Returns the state file, which completes the snapshot.
     ///
     /// # Errors
     /// Returns [`SnapshotError::Order`] before all memory has been read, and
@@ -534,7 +534,7 @@ mod tests {
         assert!(MMIO_HOLE_START.is_multiple_of(CHUNK_BYTES));
     }
 
-    /// A device that completes a request when it is stopped.
+    /// A device that completes a request while it is being stopped.
     #[derive(Default)]
     struct CompletingDevice(DeviceInterrupt);
 
@@ -574,8 +574,8 @@ mod tests {
         }
     }
 
-    /// If a device raises an interrupt while it is being stopped, the interrupt is in the saved
-    /// local APIC. The vCPU of this test has its interrupts disabled.
+    /// An interrupt that a device raises while it is being stopped is in the saved state of the
+    /// local APIC. The vCPU of this test has interrupts disabled.
     #[test]
     fn interrupts_of_devices_are_saved() {
         const VECTOR: u8 = 0x61;

@@ -67,8 +67,8 @@ impl Connection {
     }
 }
 
-/// Returns the targets on which a request opens its events: the whole VM, every vCPU, or the vCPUs
-/// listed in `vcpus`.
+/// Returns where a request opens its events: for the whole VM, on every vCPU, or on the vCPUs in
+/// `vcpus`.
 fn event_targets(
     whole: bool,
     vcpus: Option<&[u32]>,
@@ -321,8 +321,8 @@ impl ControlServer {
         connection.events.get_or_insert_with(new)
     }
 
-    /// Returns information about the guest kernel. Starts a search for the kernel if none has run
-    /// yet.
+    /// Returns what is known about the guest's kernel. If no search for the kernel has run yet,
+    /// starts one.
     fn kernel(&self) -> Result<RequestOutcome, RequestError> {
         let vm = &self.vm;
         let probe = vm.pmu.probe();

@@ -13,7 +13,7 @@ use super::*;
 use crate::testing;
 use crate::vm::RunningVm;
 
-/// The VM and its server, with a socket for each access class.
+/// A VM and its control server, with a socket for each access class.
 struct ServedVm {
     manager: EventManager<ControlServer>,
     server: SubscriberId,
@@ -98,7 +98,7 @@ impl ServedVm {
         replies
     }
 
-    /// Sends one request without rate limit and returns its reply.
+    /// Sends one request, to which the rate limit does not apply, and returns the reply.
     fn ask(&mut self, peer: &mut TestClient, call: &Call) -> Result<Value, RequestError> {
         for connection in self.server().connections.values_mut() {
             connection.tokens = REQUEST_BURST;
@@ -143,8 +143,8 @@ impl TestClient {
     }
 }
 
-/// An invalid request is rejected with the reason and closes the connection. Later requests are not
-/// executed.
+/// An invalid request is answered with the reason, and the connection is closed. Later requests are
+/// not executed.
 #[test]
 fn invalid_request_closes_connection() {
     let Some(mut served) = ServedVm::new() else { return };
@@ -208,7 +208,7 @@ fn first_request_must_be_hello_of_this_version() {
     assert_eq!(served.vm.control().reason(), None);
 }
 
-/// A request may arrive in fragments. A request that reaches the size limit without its terminating
+/// A request may arrive in several pieces. A request that reaches the maximum size without a
 /// newline is rejected.
 #[test]
 fn fragmented_request_is_accepted_up_to_limit() {
@@ -227,8 +227,8 @@ fn fragmented_request_is_accepted_up_to_limit() {
     assert!(peer.is_closed());
 }
 
-/// A client's burst of requests is bounded, and a client that exceeds its rate is disconnected
-/// while other clients are served.
+/// A client may send a limited burst of requests. A client that exceeds its rate is disconnected,
+/// and other clients are not affected.
 #[test]
 fn client_above_request_rate_is_disconnected() {
     let Some(mut served) = ServedVm::new() else { return };
@@ -259,9 +259,9 @@ fn client_above_request_rate_is_disconnected() {
     served.ask(&mut other, &Call::Status).unwrap();
 }
 
-/// While a client does not read its replies, the server reads none of its requests, and its backlog
-/// does not grow. When the client reads again, all replies arrive and the pending requests are
-/// answered.
+/// The server reads no requests of a client that does not read its replies, so the unsent replies
+/// do not grow. When the client reads again, it receives all replies, including those to its
+/// waiting requests.
 #[test]
 fn requests_wait_while_replies_are_unsent() {
     /// Number of requests that the test sends. Less than the burst limit.
@@ -298,7 +298,7 @@ fn requests_wait_while_replies_are_unsent() {
     }
 }
 
-/// Returns one request of each type, with `a`, `b` and `words` as arguments.
+/// Returns one request of each type. The arguments of the requests are `a`, `b` and `words`.
 fn requests(a: u32, b: u64, words: &str) -> Vec<Call> {
     let sampling = SamplingParams {
         rate: b,
@@ -370,8 +370,8 @@ fn requests(a: u32, b: u64, words: &str) -> Vec<Call> {
     ]
 }
 
-/// An observer can count and inspect. Requests that change the VM, sample it or read its memory are
-/// denied without effect.
+/// An observer can count events and read statistics. Its requests to change the VM, to take samples
+/// or to read guest memory are denied.
 #[test]
 fn observer_may_only_count() {
     let Some(mut served) = ServedVm::new() else { return };
@@ -583,9 +583,9 @@ fn ended_vm_rejects_pause() {
     }
 }
 
-/// A connection beyond the limit receives the reason and is closed. Clients that have sent a hello
-/// stay connected, observers do not displace operators, and a closed connection frees its slot.
-/// Clients without a hello are replaced.
+/// A connection beyond the limit receives the reason and is closed. It replaces a client that has
+/// not sent its hello, but no other client, and observers do not replace operators. A closed
+/// connection frees its slot.
 #[test]
 fn full_server_refuses_new_connections() {
     let Some(mut served) = ServedVm::new() else { return };
@@ -612,8 +612,8 @@ fn full_server_refuses_new_connections() {
     }
 }
 
-/// The server answers any sequence of requests, each with its number, and continues to serve other
-/// clients.
+/// Whatever the sequence of requests, the server answers each with its number and still serves
+/// other clients.
 #[test]
 fn server_answers_any_request_sequence() {
     let Some(mut served) = ServedVm::new() else { return };

@@ -14,8 +14,8 @@ const WORKERS: &str = "PERFVISOR_TEST_WORKERS";
 const START: u64 = 0xffff_ffff_8100_0000;
 const LSTAR: u64 = START + 0x40;
 
-/// Returns guest memory with a small kernel at 4 MiB, mapped at [`START`], and registers that refer
-/// to it.
+/// Returns guest memory with a small kernel at 4 MiB that is mapped at [`START`], and the registers
+/// of a vCPU that executes the kernel.
 fn guest() -> (GuestMemoryMmap, GuestRegs, KernelAnchorRegisters) {
     let memory = GuestMemoryMmap::from_ranges(&[(GuestAddress(0), 8 << 20)]).unwrap();
     let entries = [

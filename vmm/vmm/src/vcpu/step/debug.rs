@@ -216,7 +216,7 @@ mod tests {
     use super::*;
     use crate::kvm::armed_vcpu::ArmedVcpu;
 
-    /// A #DB replaces B0 to B3 and leaves other causes set until software clears them (SDM vol. 3
+    /// A #DB replaces B0 to B3 of DR6. Other causes stay set until software clears them (SDM vol. 3
     /// §19.2.3).
     #[test]
     fn dr6_keeps_uncleared_causes() {
@@ -231,8 +231,8 @@ mod tests {
         assert_eq!(dr6_after(RESET, !0), RESET | 0xe00f);
     }
 
-    /// A guest whose #DB caused an exit finds the cause in DR6. Runs on the KVM of this host, if
-    /// available.
+    /// If a #DB of the guest causes an exit, the guest still finds the cause in DR6. Runs on this
+    /// host's KVM, if available.
     #[test]
     fn injected_debug_exception_sets_dr6() {
         use vm_memory::{Bytes, GuestAddress, GuestMemoryMmap};

@@ -25,7 +25,7 @@ pub(super) struct CurrentStraightRun {
 /// Cached result of decoding the code at an address.
 #[derive(Debug)]
 pub(super) enum CachedDecode {
-    /// A straight-line run, valid while its bytes are unchanged.
+    /// A straight-line run. Valid while its bytes in guest memory are unchanged.
     Run(Arc<StraightRun>),
     /// Code that has modified itself, so its instructions are single-stepped.
     SelfModifying,

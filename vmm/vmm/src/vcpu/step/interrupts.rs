@@ -203,8 +203,8 @@ mod tests {
         page
     }
 
-    /// Only interrupts of the local APIC timer are delayed. While the timer is masked, interrupts
-    /// of other sources with its vector are not delayed.
+    /// Only interrupts of the local APIC timer are delayed. An interrupt of another source with the
+    /// same vector is not delayed while the timer is masked.
     #[test]
     fn timer_vector_is_recognized_unless_masked() {
         let mut page = page(&[0xec], &[], 0);
@@ -217,7 +217,7 @@ mod tests {
         assert!(!is_timer(&[], 0xec));
     }
 
-    /// An interrupt is deliverable only if its priority class exceeds those of TPR and ISR.
+    /// An interrupt can be delivered only if its priority class exceeds those of TPR and ISR.
     #[test]
     fn interrupt_is_deliverable_above_priority() {
         assert_eq!(highest_request(&page(&[], &[], 0)), None);

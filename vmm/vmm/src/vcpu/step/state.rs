@@ -224,8 +224,8 @@ impl SyncedRegisters {
         self.came = self.come == Some(true);
     }
 
-    /// Returns the registers copied at the last exit, if any. Must be called directly after the
-    /// exit, at most once per exit.
+    /// Returns the registers that KVM copied at the last exit, if any. Must be called directly
+    /// after the exit, at most once.
     pub(super) fn take(&mut self, fd: &mut ArmedVcpu) -> Option<VcpuState> {
         std::mem::take(&mut self.came).then(|| {
             let synced = fd.sync_regs_mut();

@@ -279,7 +279,8 @@ impl Stepper {
         self.meter.take_branches()
     }
 
-    /// Returns `true` if flags saved in guest memory may contain the stepper's trap flag.
+    /// Returns `true` if flags that the guest has saved in memory may contain the stepper's trap
+    /// flag.
     pub fn has_strays(&self) -> bool {
         self.strays
     }
@@ -304,7 +305,8 @@ impl Stepper {
         }
     }
 
-    /// Returns the registers at the last stop, if it was after an instruction of user code.
+    /// Returns the registers of the vCPU at the last stop, if it stopped after an instruction of
+    /// user code.
     pub fn stopped_in_user(&self) -> Option<&VcpuState> {
         self.stopped_in_user.as_ref()
     }
@@ -343,7 +345,8 @@ impl Stepper {
         ahead
     }
 
-    /// Returns the first three bytes of the next instruction, or `None` if they cannot be read.
+    /// Returns the first three bytes of the next instruction. Returns `None` if the guest's memory
+    /// there cannot be read.
     pub(super) fn code(&self, state: &VcpuState) -> Option<[u8; 3]> {
         let cpu = state.cpu();
         let mut code = [0; 3];

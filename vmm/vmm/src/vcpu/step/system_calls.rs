@@ -327,8 +327,8 @@ mod tests {
         }
     }
 
-    /// An emulated SYSCALL sets the trap flag only in the saved flags, so it is never set while the
-    /// kernel runs. RF is not saved.
+    /// An emulated SYSCALL sets the trap flag only in the flags that it saves, so the flag is never
+    /// set while the kernel runs. RF is not saved.
     #[test]
     fn syscall_sets_trap_flag_only_in_saved_flags() {
         let Ok(kvm) = host::open() else {

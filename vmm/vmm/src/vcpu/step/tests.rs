@@ -207,8 +207,8 @@ impl SteppedVcpu {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(48))]
 
-    /// Each instruction of a single-stepped program is counted once and in its class, even if it
-    /// exits to user space in the middle, with and without straight-line runs.
+    /// Each instruction of a program is counted once and in its class, even if it exits to user
+    /// space halfway. Tested with and without straight-line runs.
     #[test]
     fn program_retires_events_of_its_instructions(
         pieces in prop::collection::vec(prop::sample::select(&PIECES[..]), 0..30),
@@ -233,8 +233,8 @@ proptest! {
         prop_assert_eq!(&stepped.exits, &exits, "none is lost, none comes twice");
     }
 
-    /// Disabling and reenabling counters in the middle of a program excludes exactly the
-    /// instructions executed in between.
+    /// If counters are disabled and enabled again in the middle of a program, exactly the
+    /// instructions in between are not counted.
     #[test]
     fn disabled_counting_excludes_instructions(
         parts in prop::collection::vec(prop::sample::select(&PIECES[..]), 3),
@@ -281,7 +281,7 @@ proptest! {
     }
 }
 
-/// A guest that saves its flags never sees the stepper's trap flag, and a guest that sets the trap
+/// A guest that saves its flags never sees the trap flag of the stepper. A guest that sets the trap
 /// flag itself keeps it.
 #[test]
 fn guest_never_sees_stepper_trap_flag() {
@@ -296,8 +296,7 @@ fn guest_never_sees_stepper_trap_flag() {
     assert_eq!(saved, 2);
 }
 
-/// A string instruction counts as one instruction, regardless of the number of exits during its
-/// execution.
+/// A string instruction counts as one instruction, however often it exits.
 #[test]
 fn string_instruction_counts_once() {
     // mov esi, DATA; mov ecx, 4; mov edx, 0x10; rep outsb; hlt

@@ -23,8 +23,8 @@ fn looped(body: &[u8], times: u32) -> Vec<u8> {
     code
 }
 
-/// A loop with a body of ten instructions and a branch takes two VM entries per iteration instead
-/// of eleven, because it executes in straight-line runs.
+/// A loop of ten instructions and a branch takes two VM entries per iteration instead of eleven,
+/// because the instructions form a straight-line run.
 #[test]
 fn loop_in_runs_takes_a_third_of_entries() {
     // mov eax, 1; add eax, ecx; lea edx, [rax+5]; mov [DATA], eax; mov eax, [DATA]; xor eax, edx;
@@ -68,7 +68,8 @@ fn loop_in_runs_takes_a_third_of_entries() {
     assert_eq!(slow.stepper.tally().runs, 0);
 }
 
-/// An overflow is reported at its exact instruction, anywhere in a straight-line run.
+/// An overflow is reported at exactly the instruction that causes it, anywhere in a straight-line
+/// run.
 #[test]
 fn overflow_is_reported_at_its_instruction() {
     let code = [&[0x90; 20][..], &[HLT]].concat();
@@ -108,8 +109,8 @@ fn signal_within_run_accounts_retired_instructions() {
     }
 }
 
-/// If the vCPU stops at an address that is not an instruction boundary of its straight-line run,
-/// nothing is counted.
+/// Nothing is counted if the vCPU leaves a straight-line run at an address that is not the start of
+/// one of its instructions.
 #[test]
 fn stop_outside_run_counts_nothing() {
     for (offset, cpl) in [(1, 0), (400, 0), (u64::MAX, 0), (3, 3)] {
@@ -133,8 +134,8 @@ fn stop_outside_run_counts_nothing() {
     }
 }
 
-/// Self-modifying code in a straight-line run is detected and reported once, and single-stepped
-/// afterwards.
+/// Code that modifies itself in a straight-line run is reported once as lost, and single-stepped
+/// from then on.
 #[test]
 fn self_modifying_code_is_lost_once() {
     // inc eax; mov [changed], al; nop; changed: mov ebx, 0
@@ -191,8 +192,8 @@ fn run_extends_across_page_boundary() {
 }
 
 /// Gives each exception of the guest its own handler, which skips RBX bytes of code and resumes. A
-/// handler executes seven instructions: one branch (IRET), a load and a store each in INC and ADD,
-/// and the load of IRET.
+/// handler executes seven instructions. They include one branch (IRET), three loads (INC, ADD and
+/// IRET) and two stores (INC and ADD).
 fn give_handlers(stepped: &SteppedVcpu) {
     let write = |at: u64, bytes: &[u8]| stepped.memory.write_slice(bytes, GuestAddress(at)).unwrap();
     for (n, descriptor) in [0u64, 0x00af_9b00_0000_ffff, 0x00cf_9300_0000_ffff]
@@ -223,8 +224,9 @@ fn give_handlers(stepped: &SteppedVcpu) {
     stepped.vcpu.set_sregs(&sregs).unwrap();
 }
 
-/// A faulting instruction in a straight-line run retires nothing, while the preceding instructions
-/// and the handler do. The counts are the same without straight-line runs.
+/// If an instruction in a straight-line run faults, the instructions before it and those of the
+/// handler are counted, but not the instruction itself. The counts are the same without
+/// straight-line runs.
 #[test]
 fn fault_within_run_retires_preceding_instructions() {
     // mov eax, [NO_PAGE]
@@ -260,8 +262,8 @@ fn fault_within_run_retires_preceding_instructions() {
     }
 }
 
-/// Instructions are single-stepped, without straight-line runs, if the guest uses its own trap flag
-/// or breakpoints, or if another user of the debug registers leaves too few of them.
+/// Straight-line runs are not used if the guest has set its trap flag or breakpoints, or if too few
+/// breakpoint registers are free.
 #[test]
 fn guest_debug_state_disables_runs() {
     let code = [&[0x90; 9][..], &[HLT]].concat();
@@ -293,7 +295,7 @@ fn guest_debug_state_disables_runs() {
     }
 }
 
-/// The number of straight-line runs that are cached is bounded.
+/// The number of cached straight-line runs is limited.
 #[test]
 fn decode_cache_is_bounded() {
     let memory = vm_memory::GuestMemoryMmap::<()>::from_ranges(&[(GuestAddress(0), 0x10000)]).unwrap();
