@@ -161,7 +161,8 @@ pub(crate) fn config(code: &[u8]) -> VmConfig {
     }
 }
 
-/// Returns the control interface of `vm`, when all its vCPUs are attached to perf-core.
+/// Waits until all vCPUs of `vm` are attached to perf-core, and returns the control interface of
+/// the VM.
 pub(crate) fn control_target(vm: &RunningVm) -> ControlledVm {
     let control_target = ControlledVm {
         moved_from: None,

@@ -193,7 +193,7 @@ pub enum BootError {
         "this host's KVM ({flavour}) runs guest kernels in an instruction emulator and cannot run Linux; run this guest in the lab (`make demo` shows how) or on a host with VT-x or AMD-V; `perfvisor run` without --kernel works here"
     )]
     NeedsFullKvm {
-        /// How this host's KVM runs guest code, in words, for the message.
+        /// Method by which this host's KVM runs guest code, in words, for the message.
         flavour: String,
     },
 }

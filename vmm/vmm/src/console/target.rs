@@ -7,7 +7,7 @@ use std::str::FromStr;
 /// Maximum length of a Unix socket path in bytes (unix(7): `sun_path` has 108 with its NUL).
 pub const MAX_SOCKET_PATH: usize = 107;
 
-/// Where console output goes and where console input comes from.
+/// Target of a console's output and source of its input.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub enum ConsoleTarget {
     /// Standard output and standard input. On a terminal, Ctrl-A x ends the VM.

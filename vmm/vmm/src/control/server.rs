@@ -76,7 +76,7 @@ const LISTENER: u32 = u32::MAX;
 /// Maximum number of listening sockets of the server.
 const LISTENERS: u32 = 2;
 
-/// Everything that the control server needs to know about the VM that it serves.
+/// Parts and properties of the VM that the control server serves.
 pub struct ControlledVm {
     /// Name of the VM.
     pub name: String,
@@ -275,7 +275,7 @@ struct Connection {
     migration: Option<OutgoingMigration>,
 }
 
-/// What happens to a connection after it was served.
+/// Decision about a connection after it was served.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum ConnectionFate {
     Stays,

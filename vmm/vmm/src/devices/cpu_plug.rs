@@ -511,8 +511,8 @@ mod tests {
     }
 
     proptest! {
-        /// Whatever the guest writes, processor 0 stays present, absent processors stay absent, and
-        /// each other processor is ejected at most once.
+        /// Processor 0 stays present and absent processors stay absent, regardless of the guest's
+        /// writes. Each other processor is ejected at most once.
         #[test]
         fn guest_ejects_only_present_processors(
             writes in proptest::collection::vec((0u16..20, any::<u8>()), 0..300)

@@ -1,6 +1,6 @@
-//! What a guest's write to a device does to the machine.
+//! Effect of a guest's device write on the machine.
 
-/// What a guest's write to a device does to the machine.
+/// Effect of a guest's device write on the machine.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum DeviceWriteOutcome {
     /// The guest continues to run.

@@ -138,7 +138,7 @@ impl SerialPort {
         })
     }
 
-    /// Asks the sender of console input to try again if it found the port locked. Must be called
+    /// Notifies the sender of console input if the sender found the port locked. Must be called
     /// after the lock is released.
     fn wake_waiting_input(&self) {
         if self.input_is_waiting.swap(false, Ordering::SeqCst) {

@@ -51,8 +51,8 @@ pub(super) fn to_bytes<T: KvmStruct>(value: &T) -> Base64Bytes {
     Base64Bytes(bytes.to_vec())
 }
 
-/// Returns the KVM structure with these bytes. Returns `None` if their number is not the size of
-/// the structure.
+/// Returns the KVM structure that consists of `bytes`. Returns `None` if `bytes` does not have the
+/// size of the structure.
 pub(super) fn from_bytes<T: KvmStruct>(bytes: &Base64Bytes) -> Option<T> {
     if bytes.0.len() != size_of::<T>() {
         return None;
@@ -108,7 +108,8 @@ pub(super) fn xsave_to_bytes(xsave: &Xsave) -> Base64Bytes {
     Base64Bytes(words.flat_map(|word| word.to_le_bytes()).collect())
 }
 
-/// Returns the extended state with these bytes. Returns `None` if their number is not `size`.
+/// Returns the extended state that consists of `bytes`. Returns `None` if the length of `bytes` is
+/// not `size`.
 pub(super) fn xsave_from_bytes(bytes: &Base64Bytes, size: usize) -> Option<Xsave> {
     if bytes.0.len() != size {
         return None;

@@ -12,7 +12,7 @@ use super::host::{self, KvmHostError, LEAVE, VirtualizationMethod};
 use super::stepping::{self, SteppingSupport};
 use super::tiny::TinyGuest;
 
-/// How this host's KVM executes guest code.
+/// Properties of the execution of guest code by this host's KVM.
 #[derive(Clone, Copy, Debug)]
 pub struct KvmExecutionProperties {
     /// `true` if KVM interprets the code of guest kernels.

@@ -74,7 +74,7 @@ pub enum RestoreVcpuError {
 }
 
 impl VcpuStateLayout {
-    /// Asks KVM which parts of a vCPU's state it can save.
+    /// Reads from KVM which parts of a vCPU's state can be saved.
     ///
     /// # Errors
     /// Returns a [`KvmIoctlError`] if KVM_GET_MSR_INDEX_LIST fails.

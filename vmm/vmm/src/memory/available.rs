@@ -40,7 +40,7 @@ pub struct HostMemoryLimits {
     pub left: Option<HostMemoryLimit>,
 }
 
-/// Returns the current limits of this process.
+/// Returns the current memory limits of this process, and the memory that is still available.
 pub fn limits() -> HostMemoryLimits {
     let proc = |name: &str| {
         let bytes = fs::read(Path::new("/proc").join(name)).unwrap_or_default();

@@ -42,7 +42,7 @@ const TRANSPARENT: &str = "/sys/kernel/mm/transparent_hugepage/enabled";
 pub struct MemoryBackingConfig {
     /// `true` to use a memfd, which another process can map. Required by vhost-user back ends.
     pub shared: bool,
-    /// Whether and how huge pages back guest memory.
+    /// Use of huge pages for guest memory.
     pub huge_pages: HugePages,
     /// `true` to allocate all pages before the guest starts.
     pub prealloc: bool,

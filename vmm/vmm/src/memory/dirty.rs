@@ -165,7 +165,7 @@ impl WriteProtector {
 #[derive(Debug)]
 enum Method {
     Protection(Arc<WriteProtector>),
-    /// By comparing a hash of each page with the previous one. The hashes are keyed, so a guest
+    /// Comparison of a hash of each page with the previous hash. The hashes are keyed, so a guest
     /// cannot construct pages with equal hashes.
     Hashes {
         keys: RandomState,
@@ -174,7 +174,7 @@ enum Method {
     },
 }
 
-/// What is known about the pages of a chunk of memory.
+/// Knowledge about the pages of a chunk of memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum ChunkState {
     /// [`DirtyPages::take`] was not called for the chunk yet. All its pages count as dirty, unless

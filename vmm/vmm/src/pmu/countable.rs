@@ -278,17 +278,17 @@ mod tests {
         }
     }
 
-    /// What must hold for an event to remain in the event table of the guest's kernel.
+    /// Condition under which an event remains in the event table of the guest's kernel.
     #[derive(Clone, Copy, Debug, PartialEq)]
     enum Requirement {
-        /// Nothing: the VMM can count the event with any backing, if necessary with a clock.
+        /// No condition: the VMM can count the event with any backing, if necessary with a clock.
         Clock,
         /// The exact backing, which single-steps every instruction.
         Steps,
         /// The host's kernel must support the event.
         Host,
-        /// Nothing: the event always remains in the table, because CPUID tells the guest whether it
-        /// can count the event.
+        /// No condition: CPUID tells the guest whether it can count the event, so the event always
+        /// remains in the table.
         Cpuid,
         /// The PMU model must have fixed counter 2, which counts reference cycles.
         Reference,

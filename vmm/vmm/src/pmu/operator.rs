@@ -7,7 +7,7 @@ use vpmu::{ArchEvent, CounterBacking, EventSource, ParavirtualEvent};
 
 use super::VmPmu;
 
-/// How the host's kernel samples an event that an operator requested.
+/// Sampling of an operator's event by the host's kernel.
 #[derive(Debug)]
 pub struct HostSampling {
     /// Host perf event that takes the samples. Initially stopped.

@@ -39,7 +39,7 @@ impl VmStopReason {
     }
 }
 
-/// What happens when the guest resets the machine.
+/// Policy for a reset of the machine by its guest.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum ResetPolicy {
     /// The VM ends.

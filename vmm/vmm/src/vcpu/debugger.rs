@@ -39,7 +39,7 @@ pub struct VcpuRegisters {
     pub fpu: kvm_fpu,
 }
 
-/// What a vCPU does when the debugger resumes the machine.
+/// Action of a vCPU when the debugger resumes the machine.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
 pub enum ResumeAction {
@@ -127,10 +127,10 @@ pub trait RunStateControl {
     fn has_ended(&self) -> bool;
 }
 
-/// What the debugger and one vCPU have told each other.
+/// Data that the debugger and one vCPU exchange.
 #[derive(Debug)]
 struct VcpuDebugState {
-    /// What the vCPU does when the debugger resumes the machine: a [`ResumeAction`] as an integer.
+    /// Action of the vCPU when the debugger resumes the machine: a [`ResumeAction`] as an integer.
     go: AtomicU8,
     /// `true` if the debugger has asked for the registers and the vCPU has not published them yet.
     asked: AtomicBool,

@@ -63,7 +63,7 @@ enum LoopExit {
     MachineReset,
 }
 
-/// What to do before the guest is entered.
+/// Action of the run loop before an entry into the guest.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum EntryAction {
     /// Enter the guest with KVM_RUN.

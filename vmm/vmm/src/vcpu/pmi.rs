@@ -46,16 +46,16 @@ const LVT_MASKED: u32 = 1 << 16;
 /// Base address of MSIs that are sent to a local APIC.
 const MSI_ADDRESS: u32 = 0xfee0_0000;
 
-/// How a PMI was delivered.
+/// Outcome of delivering a PMI.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum PmiDelivery {
-    /// As an NMI, which was queued.
+    /// The PMI was queued as an NMI.
     Nmi,
-    /// As an interrupt with a fixed vector, which was sent to the local APIC.
+    /// The PMI was sent to the local APIC as an interrupt with a fixed vector.
     Fixed,
-    /// Not at all, as on a processor whose LVTPC is unusable: the delivery mode is unsupported
-    /// (SMI, INIT or ExtINT) or the vector is illegal. Also if the ID of the local APIC is
-    /// ambiguous.
+    /// The PMI was discarded, as on a processor whose LVTPC is unusable: the delivery mode is
+    /// unsupported (SMI, INIT or ExtINT) or the vector is illegal. A PMI is also discarded if the
+    /// ID of the local APIC is ambiguous.
     Dropped,
 }
 
@@ -124,7 +124,7 @@ pub struct Lvtpc {
 }
 
 impl Lvtpc {
-    /// Creates the value for a vCPU to which no PMI was delivered yet.
+    /// Creates the LVTPC state of a vCPU to which no PMI was delivered yet.
     ///
     /// # Errors
     /// Returns [`PmiError`] if memory is exhausted.
@@ -311,8 +311,8 @@ impl LvtpcBackoff {
     /// Maximum length of the interval between two checks.
     const MAX_INTERVAL: Duration = Duration::from_millis(64);
 
-    /// Returns the delay until the next check. Must be called at every entry with a waiting PMI.
-    /// The kick timer is shared, so it may have fired for another reason.
+    /// Returns the delay until the next check. Must be called at every entry with a waiting PMI,
+    /// because the kick timer is shared and may have fired for another reason.
     pub fn waits(&mut self, now: Instant) -> Duration {
         let interval = match self.set {
             Some((until, _)) if now < until => return until - now,
@@ -367,8 +367,7 @@ mod tests {
         assert_eq!(recheck.waits(start + us(1050)), us(1951));
     }
 
-    /// Whether a vector is being handled is read from the IRR and ISR registers that contain its
-    /// bit.
+    /// The bit of a vector is read from the IRR and ISR registers that contain it.
     #[test]
     fn vector_is_handled_while_in_irr_or_isr() {
         let kvm = crate::kvm::host::open().unwrap();

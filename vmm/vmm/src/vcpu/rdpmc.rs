@@ -68,9 +68,9 @@ impl LastRdpmc {
     }
 
     /// Returns `true` if a PMI may be delivered before the last RDPMC, which the guest then
-    /// repeats. `in_a_row` is the number of PMIs in a row for which this was done. After
-    /// [`MAX_REPEATED_READS`] of them, returns `false`: the guest first makes progress, and the PMI
-    /// is delivered before its next RDPMC.
+    /// repeats. `in_a_row` is the number of consecutive PMIs that were delivered in this way. If it
+    /// has reached [`MAX_REPEATED_READS`], returns `false`: the guest first makes progress, and the
+    /// PMI is delivered before its next RDPMC.
     pub(super) fn may_repeat(&mut self, in_a_row: u32) -> bool {
         self.redone = in_a_row < MAX_REPEATED_READS;
         self.again = in_a_row + u32::from(self.redone);

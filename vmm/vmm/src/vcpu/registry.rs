@@ -72,7 +72,7 @@ pub enum VcpuRegistryError {
     Slow(u8),
 }
 
-/// Sender that keeps the thread of an added vCPU outside the guest until it is dropped.
+/// Sender that, until it is dropped, keeps the thread of an added vCPU outside the guest.
 type VcpuHold = Sender<Infallible>;
 
 /// vCPUs that were added and attached to the perf core, but do not run yet. Dropping this value
@@ -294,7 +294,7 @@ impl VcpuRegistry {
         }
     }
 
-    /// Withdraws the requests to eject vCPUs that the guest has not fulfilled.
+    /// Withdraws the eject requests that the guest has not fulfilled.
     pub fn withdraw_eject_requests(&self) {
         if let Some(plug) = &self.plug {
             plug.request_ejection(VcpuSet::default());
@@ -358,7 +358,7 @@ impl VcpuRegistry {
         *self.reminded.lock().unwrap_or_else(PoisonError::into_inner) = Some(Instant::now());
     }
 
-    /// Asks the threads of `vcpus` to stop.
+    /// Requests that the threads of `vcpus` stop.
     fn request_stop(&self, vcpus: VcpuSet) {
         for slot in self.slots.iter().filter(|slot| vcpus.has(slot.id())) {
             slot.request_stop();

@@ -70,7 +70,8 @@ impl VcpuRequestQueue {
         self.lock().seen = Some((generation, view));
     }
 
-    /// Asks the vCPU for a view of the guest's counters with generation number `generation`.
+    /// Requests a view of the guest's counters from the vCPU, with the generation number
+    /// `generation`.
     pub fn request_view(&self, generation: u64) {
         let mut inner = self.lock();
         inner.mail.view = Some(generation);
@@ -79,19 +80,20 @@ impl VcpuRequestQueue {
         self.waiting.store(true, Ordering::SeqCst);
     }
 
-    /// Asks the vCPU to start a search for the guest's kernel.
+    /// Requests that the vCPU start a search for the guest's kernel.
     pub fn request_kernel_search(&self) {
         self.lock().mail.find_kernel = true;
         self.waiting.store(true, Ordering::SeqCst);
     }
 
-    /// Asks the vCPU to apply a new event filter.
+    /// Requests that the vCPU apply a new event filter.
     pub fn post_filter(&self, filter: Arc<EventFilter>) {
         self.lock().mail.filter = Some(filter);
         self.waiting.store(true, Ordering::SeqCst);
     }
 
-    /// Asks the vCPU to complete its last exit in KVM, for a snapshot. The vCPU must be paused.
+    /// Requests that the vCPU complete its last exit in KVM, for a snapshot. The vCPU must be
+    /// paused.
     pub fn request_settling(&self) {
         let mut inner = self.lock();
         inner.mail.settle = true;
@@ -110,7 +112,7 @@ impl VcpuRequestQueue {
         self.lock().settled
     }
 
-    /// Asks the vCPU for its state. The vCPU must have completed its last exit.
+    /// Requests the state of the vCPU, which must have completed its last exit.
     pub fn request_save(&self, layout: Arc<VcpuStateLayout>) {
         self.lock().mail.save = Some(layout);
         self.waiting.store(true, Ordering::SeqCst);

@@ -44,8 +44,8 @@ pub(super) enum LoopAction {
     Stop(VmStopReason),
 }
 
-/// How the instruction that caused the last exit is counted. The instruction completes at the next
-/// entry, but the processor does not retire it in guest mode.
+/// Rule for counting the instruction that caused the last exit. The instruction completes at the
+/// next entry, but the processor does not retire it in guest mode.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) enum ExitCompletion {
     #[default]
@@ -54,7 +54,7 @@ pub(super) enum ExitCompletion {
     AtAnyCpl,
 }
 
-/// What the run loop must do after an exit.
+/// Action of the run loop after an exit.
 pub(super) enum ExitAction {
     /// Enter the guest again.
     Continue,
@@ -72,7 +72,8 @@ pub(super) enum ExitAction {
     Fail(VcpuFailure),
 }
 
-/// How a starting vCPU reports that it is attached to the perf core, or that this has failed.
+/// Channel on which a starting vCPU reports that it is attached to the perf core, or that this has
+/// failed.
 #[derive(Debug)]
 pub enum VcpuStartReporter {
     /// The vCPU starts together with the VM, which ends if the vCPU fails. Nothing is sent; the
@@ -233,7 +234,7 @@ pub(super) struct Running {
     pub(super) last_read: LastRdpmc,
     pub(super) sent_nmi: PendingNmi,
     pub(super) registers: RegisterCache,
-    /// How the instruction that caused the last exit is counted.
+    /// Rule for counting the instruction that caused the last exit.
     pub(super) completed: ExitCompletion,
     /// Progress of saving this vCPU to a snapshot.
     pub(super) save_phase: SavePhase,

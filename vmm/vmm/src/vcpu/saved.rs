@@ -24,7 +24,7 @@ use super::step::state::VcpuState;
 use crate::kvm::call::KvmIoctlError;
 use crate::kvm::saved_vcpu::VcpuStateLayout;
 
-/// How far a vCPU is with its part of a snapshot.
+/// Progress of a vCPU with its part of a snapshot.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) enum SavePhase {
     /// No snapshot is being taken, or this vCPU has not handled a request for it.
@@ -110,7 +110,7 @@ impl Running {
         }
     }
 
-    /// Responds to the request for the state of this vCPU, if there is one.
+    /// Responds to a pending request for the state of this vCPU.
     pub(super) fn answer_save(&mut self, layout: &Arc<VcpuStateLayout>) {
         let saved = self.save(layout);
         self.slot.request_queue().answer_saved(saved);

@@ -66,7 +66,7 @@ impl VcpuSlot {
         &self.exits
     }
 
-    /// Returns `true` if the vCPU thread was asked to stop. Costs one relaxed load.
+    /// Returns `true` if the vCPU thread was requested to stop. Costs one relaxed load.
     #[inline]
     pub fn is_stop_requested(&self) -> bool {
         self.leave.load(Ordering::Relaxed)
@@ -105,7 +105,7 @@ impl VcpuSlot {
         self.taken.load(Ordering::Acquire)
     }
 
-    /// Asks the vCPU thread to stop.
+    /// Requests that the vCPU thread stop.
     pub(super) fn request_stop(&self) {
         self.leave.store(true, Ordering::SeqCst);
     }

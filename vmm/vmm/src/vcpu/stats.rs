@@ -105,8 +105,8 @@ pub struct SingleWriterStatistic {
 }
 
 impl SingleWriterStatistic {
-    /// Adds one. Only the vCPU thread may call this, because the counter is updated without a
-    /// locked instruction.
+    /// Adds one. Only the vCPU thread may call this method, because the counter is updated without
+    /// a locked instruction.
     pub fn inc(&self) {
         self.add(1);
     }

@@ -51,7 +51,7 @@ pub struct VmConfig {
     pub pins: VcpuPinning,
     /// `true` if the guest may use nested virtualisation.
     pub nested: bool,
-    /// What happens when the guest resets the machine.
+    /// Policy for a reset of the machine by its guest.
     pub on_reset: ResetPolicy,
     /// Policy for polling while a vCPU is halted.
     pub halt_polling: HaltPolling,

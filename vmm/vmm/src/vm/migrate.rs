@@ -322,7 +322,7 @@ mod tests {
         }));
     }
 
-    /// A piece ends after a limited number of read bytes, even if all of them are zeros, which are
+    /// The number of bytes that a piece reads is limited, even if all of them are zeros, which are
     /// not sent.
     #[test]
     fn piece_of_zeros_reads_a_limited_number_of_bytes() {

@@ -341,7 +341,7 @@ impl<'a> VmPlan<'a> {
         Ok(bus)
     }
 
-    /// Adds a PCI bus with `devices`, if the guest's ACPI tables describe one.
+    /// Adds a PCI bus with `devices`, if the guest's ACPI tables describe a PCI bus.
     pub(super) fn add_pci(
         bus: DeviceBus,
         devices: Vec<Box<dyn VirtioDevice>>,

@@ -43,7 +43,7 @@ const MAX_TSC_DIFFERENCE_PPM: u64 = 250;
 #[derive(Debug)]
 pub enum RestoredMemory {
     /// The memory file of a snapshot, which is mapped and never written. Several VMs may be
-    /// restored from it, so each receives its own generation ID.
+    /// restored from one snapshot, so each receives a generation ID of its own.
     Snapshot(File),
     /// The memory files of a diff and of the snapshots on which the diff is based, which are mapped
     /// and never written.

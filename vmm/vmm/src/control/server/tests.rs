@@ -490,7 +490,7 @@ fn refused_request_keeps_connection_open() {
     served.ask(&mut peer, &Call::Status).unwrap();
 }
 
-/// If an event of a list cannot be opened, no event of the list is.
+/// If one event of a list cannot be opened, all events of the list are closed again.
 #[test]
 fn failed_event_list_leaves_no_event_open() {
     let Some(mut served) = ServedVm::new() else { return };
@@ -583,9 +583,9 @@ fn ended_vm_rejects_pause() {
     }
 }
 
-/// A connection beyond the limit receives the reason and is closed. It replaces a client that has
-/// not sent its hello, but no other client, and observers do not replace operators. A closed
-/// connection frees its slot.
+/// A connection beyond the limit receives the reason and is closed, unless it can replace a client
+/// that has not sent its hello. Other clients stay connected, and observers do not displace
+/// operators. A closed connection frees its slot.
 #[test]
 fn full_server_refuses_new_connections() {
     let Some(mut served) = ServedVm::new() else { return };
@@ -612,8 +612,7 @@ fn full_server_refuses_new_connections() {
     }
 }
 
-/// Whatever the sequence of requests, the server answers each with its number and still serves
-/// other clients.
+/// The server answers each request of any sequence with its number, and still serves other clients.
 #[test]
 fn server_answers_any_request_sequence() {
     let Some(mut served) = ServedVm::new() else { return };

@@ -61,7 +61,7 @@ fn condition(point: &HardwareBreakpoint) -> u64 {
     point.access as u64 | length << 2
 }
 
-/// What a vCPU needs from KVM_SET_GUEST_DEBUG for the next entry.
+/// Requirements on KVM_SET_GUEST_DEBUG for the next entry.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct DebugRequest {
     /// `true` to stop after one instruction.

@@ -58,7 +58,7 @@ const FAULTS: [u8; 12] = [14, 13, 6, 7, 0, 12, 11, 19, 16, 17, 5, 10];
 /// user code. The search is then abandoned.
 const MAX_WALKED_STEPS: u32 = 200_000;
 
-/// What the caller must do after [`Stepper::prepare`].
+/// Next action of the caller of [`Stepper::prepare`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum VcpuStepAction {
     /// Enter the guest with KVM_RUN.

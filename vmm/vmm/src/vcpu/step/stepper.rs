@@ -62,7 +62,7 @@ pub(super) struct CurrentStep {
     pub(super) after_kernel: Option<RedecodeReason>,
 }
 
-/// How the stepper steps the vCPU, as of the last entry.
+/// Method by which the stepper steps the vCPU, as of the last entry.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum SteppingMode {
     /// The vCPU is not stepped.
@@ -79,7 +79,7 @@ pub(super) enum SteppingMode {
     UserOnly(UserResumeMethod),
 }
 
-/// Whether user code that cannot be stepped is running.
+/// Execution state of user code that cannot be stepped.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum UserCodeState {
     /// User code is not running.
@@ -93,7 +93,7 @@ pub(super) enum UserCodeState {
     Runs,
 }
 
-/// How stepping resumes when the guest's kernel returns to user code.
+/// Method by which stepping resumes when the guest's kernel returns to user code.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum UserResumeMethod {
     /// The kernel has saved flags with the trap flag and restores them on return.
@@ -103,15 +103,15 @@ pub(super) enum UserResumeMethod {
     Walked(u32),
 }
 
-/// How the stepper stops the vCPU at the handler of an interrupt or exception.
+/// Method by which the stepper stops the vCPU at the handler of an interrupt or exception.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum GateStopMethod {
-    /// With trap code that replaces the first instruction of the handler for one entry. Possible
-    /// only if the VM has a single vCPU.
+    /// Trap code, which replaces the first instruction of the handler for one entry. Possible only
+    /// if the VM has a single vCPU.
     Code,
-    /// With free breakpoint registers.
+    /// Free breakpoint registers.
     Breakpoints,
-    /// Handlers do not stop the vCPU.
+    /// None: handlers do not stop the vCPU.
     Nowhere,
 }
 

@@ -109,8 +109,8 @@ fn signal_within_run_accounts_retired_instructions() {
     }
 }
 
-/// Nothing is counted if the vCPU leaves a straight-line run at an address that is not the start of
-/// one of its instructions.
+/// If the vCPU leaves a straight-line run at an address where none of its instructions starts,
+/// nothing is counted.
 #[test]
 fn stop_outside_run_counts_nothing() {
     for (offset, cpl) in [(1, 0), (400, 0), (u64::MAX, 0), (3, 3)] {
