@@ -36,7 +36,7 @@ pub enum VcpuNumbersError {
 }
 
 impl Default for VcpuCountRange {
-    /// Returns the numbers of a VM with one vCPU and without CPU hot-plug.
+    /// Returns the range of a VM with one vCPU and without CPU hot-plug.
     fn default() -> Self {
         Self { present: 1, max: 1 }
     }

@@ -16,7 +16,7 @@ pub enum BootError {
     /// Replacing an RDPMC instruction in the kernel failed.
     #[error(transparent)]
     Rdpmc(#[from] guest_patching::rdpmc::RdpmcPatchError),
-    /// Opening a file failed.
+    /// Opening the kernel or initrd file failed.
     #[error("cannot open {what} {}", path.display())]
     Open {
         /// Role of the file, `kernel` or `initrd`.
@@ -26,7 +26,7 @@ pub enum BootError {
         /// Error of open(2).
         source: std::io::Error,
     },
-    /// Reading a file failed.
+    /// Reading the kernel or initrd file failed.
     #[error("cannot read {what} {}", path.display())]
     Read {
         /// Role of the file, `kernel` or `initrd`.

@@ -419,8 +419,8 @@ impl EventSession {
         Ok((self.events.len() - 1, event, no_ring))
     }
 
-    /// Configures the host kernel to sample the event that `attr` describes, if the kernel can do
-    /// so and the user is permitted to.
+    /// Configures the host kernel to sample the event that `attr` describes, if the kernel supports
+    /// this and the user is permitted to sample.
     fn host_ring(&self, vcpu: VcpuId, attr: &Attr) -> Result<HostRing, HostRingUnavailable> {
         let sampling = self.pmu.host_sampling(vcpu, attr)?;
         if sampling.sees_host {

@@ -416,7 +416,7 @@ mod tests {
         assert!(restored.nmi.pending + restored.nmi.injected > 0);
     }
 
-    /// Sets a CPUID table that enumerates the TSC-deadline mode.
+    /// Gives the vCPU a CPUID table that enumerates the TSC-deadline mode.
     fn announce_deadlines(kvm: &Kvm, vcpu: &VcpuFd) {
         let mut cpuid = kvm
             .get_supported_cpuid(kvm_bindings::KVM_MAX_CPUID_ENTRIES)

@@ -485,8 +485,8 @@ mod tests {
         assert!(asked(&intel, "off", None, None).is_ok());
     }
 
-    /// The properties of KVM's own vPMU are read from KVM's CPUID entries, of which only those of
-    /// leaves with several subleaves have an index.
+    /// The properties of KVM's own vPMU are read correctly from KVM's CPUID entries. Only entries
+    /// of leaves with several subleaves have an index.
     #[test]
     fn kvm_vpmu_is_read_from_supported_cpuid() {
         let leaf = |function, eax, ebx, ecx, edx| kvm_bindings::kvm_cpuid_entry2 {

@@ -11,7 +11,7 @@ const NO_LIMIT: u64 = 1 << 62;
 /// Maximum number of levels of a control group's path that are examined.
 const MAX_CGROUP_DEPTH: usize = 64;
 
-/// A limit on memory, and what imposes it.
+/// A limit on memory, with its origin.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct HostMemoryLimit {
     /// Maximum amount of memory in bytes.
@@ -35,8 +35,8 @@ impl std::fmt::Display for HostMemoryLimit {
 pub struct HostMemoryLimits {
     /// Lowest limit on memory and swap that a control group of the process imposes.
     pub most: Option<HostMemoryLimit>,
-    /// Memory that is still available, on the host or in a control group of the process, whichever
-    /// has the least.
+    /// Smallest amount of memory that is still available, on the host or in a control group of the
+    /// process.
     pub left: Option<HostMemoryLimit>,
 }
 

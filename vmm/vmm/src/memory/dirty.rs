@@ -465,7 +465,7 @@ mod tests {
     }
 
     /// Pages that are replaced by new mappings are in the dirty set. The balloon of a restored VM
-    /// replaces pages of the memory file in this way.
+    /// replaces pages of the memory file by new mappings.
     #[test]
     fn new_mappings_are_in_the_dirty_set() {
         for protector in protectors() {

@@ -36,7 +36,7 @@ impl TouchedPages {
         }
     }
 
-    /// Creates the value for `ram` from `pagemap`, the open page map of this process.
+    /// Creates the finder for `ram`, which reads `pagemap`, the open page map of this process.
     pub(super) fn in_file(ram: &GuestRam, pagemap: File) -> Self {
         Self {
             pagemap: Self::is_known(ram).then_some(pagemap),

@@ -315,9 +315,9 @@ pub struct VcpuPmu {
     attached: Option<AttachedThread>,
     /// `true` if the guest has written a PMU register since the last [`VcpuPmu::reconcile`].
     changed: bool,
-    /// Uncounted time that its paravirtual event has counted so far, in nanoseconds.
+    /// Part of the uncounted time that the guest's counters of it include, in nanoseconds.
     added_uncounted_ns: u64,
-    /// Number of backing changes at a restore that their paravirtual event has not counted yet.
+    /// Number of backing changes at a restore that the guest's counters of them do not include.
     pending_changes: u64,
     /// Time at which the current single step was prepared; `None` without stepping.
     step_began: Option<Instant>,
@@ -674,7 +674,7 @@ impl VcpuPmu {
         }
     }
 
-    /// Counts the uncounted time since the last call with its paravirtual event.
+    /// Adds the uncounted time since the last call to the guest counters that count it.
     #[inline]
     fn feed_uncounted(&mut self) {
         if let Some(attached) = self.attached.as_mut() {

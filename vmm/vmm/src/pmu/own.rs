@@ -26,7 +26,7 @@ pub struct KvmVpmu {
 }
 
 impl KvmVpmu {
-    /// Creates the value for `vm`, whose vPMU has the properties that KVM offers.
+    /// Creates KVM's own vPMU of `vm`, with the capabilities that KVM offers.
     pub fn new(vm: Arc<VmFd>, offered: KvmPmuCapabilities) -> Self {
         Self { vm, offered }
     }

@@ -35,7 +35,7 @@ struct Inner {
     asked: Option<u64>,
     /// View of the guest's counters that the vCPU has stored last, and its generation number.
     seen: Option<(u64, VcpuPmuView)>,
-    /// `true` if the vCPU has completed its last exit for a snapshot, as last requested.
+    /// `true` if the vCPU has completed its last exit since the last request to do so.
     settled: bool,
     /// Response to the last request for the state of the vCPU: the state or an error; `None` before
     /// it.
@@ -107,7 +107,7 @@ impl VcpuRequestQueue {
         self.lock().settled = true;
     }
 
-    /// Returns `true` if the vCPU has completed its last exit, as last requested.
+    /// Returns `true` if the vCPU has completed its last exit since the last request to do so.
     pub fn is_settled(&self) -> bool {
         self.lock().settled
     }

@@ -40,7 +40,7 @@ pub struct VmConfig {
     pub backability: ArchEventSet,
     /// Properties of KVM's own vPMU, if the guest uses it.
     pub own_pmu: Option<KvmPmuCapabilities>,
-    /// How RDPMC instructions in the kernel's code are handled.
+    /// Handling of RDPMC instructions in the kernel's code.
     pub rdpmc: RdpmcMode,
     /// `true` to remove events that cannot be counted from the event tables of the guest's kernel,
     /// so that perf in the guest does not offer them.

@@ -101,8 +101,9 @@ impl Stepper {
         Ok(Some(want))
     }
 
-    /// Cancels the current straight-line run if the vCPU is still at its start, and returns whether
-    /// it was cancelled. If KVM has not completed the last exit, the next entry does so.
+    /// Cancels the current straight-line run if the vCPU is still at the start of the run. Returns
+    /// whether the run was cancelled. If KVM has not completed the last exit, the next entry
+    /// completes it.
     pub(super) fn cancel_unstarted_run(&mut self, state: &VcpuState) -> bool {
         let is_there = |run: &mut CurrentStraightRun| run.at == state.regs.rip && state.cpl() == 0;
         let forgotten = self.under_way.take_if(is_there).is_some();
