@@ -67,8 +67,8 @@ impl VcpuPmu {
         self.vpmu.pmi_delivered(now_ns);
     }
 
-    /// Returns the nanoseconds until `time_ns`, a time on the clock of [`VcpuPmu::now_ns`]. Returns
-    /// 0 for a time in the past.
+    /// Returns the nanoseconds until `time_ns`, a time on the event clock of the vCPU, which stops
+    /// while the vCPU is paused. Returns 0 for a time in the past.
     pub fn nanoseconds_until(&mut self, time_ns: u64) -> u64 {
         time_ns.saturating_sub(self.now_ns())
     }
