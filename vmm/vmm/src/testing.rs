@@ -43,12 +43,13 @@ pub(crate) fn halted_vm() -> Option<RunningVm> {
     vm(&[0xF4, 0xEB, 0xFD], |_| ())
 }
 
-/// Starts a VM whose guest executes `code`. `change` can modify the configuration.
+/// Starts a VM whose guest executes `code`, or returns `None` without KVM. `change` can modify the
+/// configuration.
 pub(crate) fn vm(code: &[u8], change: impl FnOnce(&mut VmConfig)) -> Option<RunningVm> {
     vm_with_devices(code, Vec::new(), change)
 }
 
-/// Starts a VM with virtio devices.
+/// Starts a VM with virtio devices like [`vm`].
 pub(crate) fn vm_with_devices(
     code: &[u8],
     devices: Vec<Box<dyn VirtioDevice>>,

@@ -598,7 +598,7 @@ fn spare() -> Option<EventFd> {
     EventFd::new(EFD_CLOEXEC).ok()
 }
 
-/// Returns whether `error` means that the process or the host has no free file descriptors.
+/// Returns whether a call failed because the process or the host has no free file descriptors.
 fn is_out_of_descriptors(e: &io::Error) -> bool {
     matches!(e.raw_os_error(), Some(libc::EMFILE | libc::ENFILE))
 }

@@ -46,7 +46,7 @@ impl AcpiPm {
         self.update_sci_level();
     }
 
-    /// Returns the registers for a snapshot.
+    /// Copies the registers to `board`, for a snapshot.
     pub fn save(&self, board: &mut SavedBoard) {
         board.acpi_pm = [self.status, self.enable, self.control];
     }

@@ -99,7 +99,7 @@ impl Cmos {
         Cmos { index: 0, memory }
     }
 
-    /// Returns the registers for a snapshot.
+    /// Copies the registers to `board`, for a snapshot.
     pub fn save(&self, board: &mut SavedBoard) {
         board.cmos_index = self.index;
         board.cmos = self.memory.to_vec().into();

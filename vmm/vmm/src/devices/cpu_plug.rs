@@ -54,7 +54,7 @@ const STATUS: u16 = 8;
 pub struct VcpuSet(u64);
 
 impl VcpuSet {
-    /// Returns the set of the vCPUs below `end`, of which at most 64 exist.
+    /// Returns the set of the vCPUs with numbers below `end`. A set contains at most 64 vCPUs.
     pub fn below(end: u8) -> Self {
         Self(1u64.checked_shl(end.into()).map_or(u64::MAX, |bit| bit - 1))
     }

@@ -32,7 +32,7 @@ impl FwCfg {
         }
     }
 
-    /// Returns the registers for a snapshot.
+    /// Copies the registers to `board`, for a snapshot.
     pub fn save(&self, board: &mut SavedBoard) {
         board.fw_cfg_key = self.key;
         board.fw_cfg_offset = self.offset as u64;

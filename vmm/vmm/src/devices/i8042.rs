@@ -59,7 +59,7 @@ pub(super) struct I8042 {
 }
 
 impl I8042 {
-    /// Returns the registers for a snapshot.
+    /// Copies the registers to `board`, for a snapshot.
     pub fn save(&self, board: &mut SavedBoard) {
         board.i8042_config = self.config;
         board.i8042_pending = self.pending;

@@ -64,7 +64,7 @@ pub struct DeviceBus {
     control_a: AtomicU8,
     /// Number of reads of system control port B. Each read toggles the port's refresh bit.
     control_b_reads: AtomicU8,
-    /// Number of accesses to I/O ports that belong to no device.
+    /// Number of port and MMIO accesses that no device claims.
     unclaimed: AtomicU64,
 }
 
@@ -167,7 +167,7 @@ impl DeviceBus {
         &self.generation
     }
 
-    /// Returns the number of accesses to I/O ports that belong to no device.
+    /// Returns the number of port and MMIO accesses that no device claims.
     pub fn unclaimed_accesses(&self) -> u64 {
         self.unclaimed.load(Ordering::Relaxed)
     }
@@ -244,7 +244,7 @@ impl DeviceBus {
         DeviceWriteOutcome::Continue
     }
 
-    /// Handles an MMIO read. Returns all ones if no PCI function claims the address.
+    /// Handles an MMIO read. Fills `data` with ones if no PCI function claims the address.
     pub fn mmio_read(&self, address: u64, data: &mut [u8]) {
         if self
             .pci

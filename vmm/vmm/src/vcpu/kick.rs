@@ -214,7 +214,7 @@ impl OverflowSignals {
         }
     }
 
-    /// Returns to handled mode, because the vCPU moves to another thread.
+    /// Switches back to handled mode, because the vCPU moves to another thread.
     pub fn restore_handled_mode(&mut self, vcpu: &VcpuFd) {
         if self.held
             && let Err(e) = handle_signals(vcpu)

@@ -336,7 +336,7 @@ impl ControlServer {
         value(kernel_info(probe.search_progress()))
     }
 
-    /// Describes the virtual PMU of the VM.
+    /// Returns the PMU of the VM, or an error if the guest has no PMU.
     fn guest_pmu(&self) -> Result<&VmPmu, RequestError> {
         if self.vm.pmu.is_for_guest() {
             return Ok(&self.vm.pmu);

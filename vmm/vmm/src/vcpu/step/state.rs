@@ -199,7 +199,7 @@ pub(super) struct SyncedRegisters {
 }
 
 impl SyncedRegisters {
-    /// Creates the state of a new vCPU. `can` states whether KVM supports copying registers.
+    /// Creates the state for a KVM that supports copying registers at exits.
     pub(super) fn new() -> Self {
         Self {
             can: true,

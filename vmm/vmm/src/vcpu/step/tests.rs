@@ -99,7 +99,8 @@ impl SteppedVcpu {
         Self::with(code, true)
     }
 
-    /// Creates the guest. Uses straight-line runs if `runs` is set and this KVM supports them.
+    /// Creates the guest, or returns `None` if this KVM cannot single-step it. Uses straight-line
+    /// runs if `runs` is set and this KVM supports them.
     fn with(code: &[u8], runs: bool) -> Option<Self> {
         let Ok(kvm) = host::open() else {
             eprintln!("SKIP: there is no KVM here");
