@@ -1,8 +1,8 @@
 //! Event attributes, modeled on `struct perf_event_attr` of `perf_event_open(2)`.
 //!
-//! [`Attr`] is the validated form that the core and its drivers use. [`Attr::from_bytes`] and
-//! [`Attr::to_bytes`] convert from and to the size-versioned layout of the kernel ABI. They accept
-//! or reject a request of an older or newer client exactly as the kernel does.
+//! The core and its drivers use the validated attributes in [`Attr`]. [`Attr::from_bytes`] and
+//! [`Attr::to_bytes`] convert from and to the size-versioned layout of the kernel ABI. Both accept
+//! or reject the attributes of older and newer clients exactly as the kernel does.
 
 use bitflags::bitflags;
 
@@ -23,20 +23,20 @@ impl EventType {
     pub const HW_CACHE: Self = Self(3);
     /// `PERF_TYPE_RAW`: a raw event select of the host PMU.
     pub const RAW: Self = Self(4);
-    /// Perfvisor extension: vCPU clock (cycles and reference cycles derived from guest run time).
-    /// Outside the kernel's range of static types.
+    /// Perfvisor extension: cycles and reference cycles of a vCPU, computed from guest run time.
+    /// This value and the following ones are outside the kernel's range of static types.
     pub const CLOCK: Self = Self(0x100);
-    /// Perfvisor extension: KVM binary statistics.
+    /// Perfvisor extension: binary statistics of KVM (`KVM_GET_STATS_FD`).
     pub const KVM: Self = Self(0x101);
     /// Perfvisor extension: simulated counters, for tests only.
     pub const SIM: Self = Self(0x102);
-    /// Perfvisor extension: counts supplied by the VMM, such as exact counts from single-stepping,
-    /// and paravirtual events.
+    /// Perfvisor extension: events whose counts the VMM supplies, such as exact counts from
+    /// single-stepping and counts of paravirtual events.
     pub const VMM_PMU: Self = Self(0x103);
-    /// Perfvisor extension: software events raised by the VMM (`SoftwareEventId`). The core serves
-    /// them itself.
+    /// Perfvisor extension: software events raised by the VMM (`SoftwareEventId`). The core counts
+    /// them without a driver.
     pub const VMM: Self = Self(0x104);
-    /// Perfvisor extension: host scheduler statistics for a vCPU thread.
+    /// Perfvisor extension: run queue statistics of the host scheduler for a vCPU's thread.
     pub const SCHED: Self = Self(0x105);
 }
 
@@ -46,36 +46,36 @@ bitflags! {
     pub struct SampleType: u64 {
         /// Instruction pointer.
         const IP = 1;
-        /// Process and thread ID (of the VM and the vCPU thread).
+        /// Process ID of the VM and thread ID of the vCPU.
         const TID = 1 << 1;
-        /// Timestamp, in nanoseconds.
+        /// Time of the sample, in nanoseconds.
         const TIME = 1 << 2;
         /// Data address associated with the event.
         const ADDR = 1 << 3;
-        /// Counter values, in the read format of the event.
+        /// Counts of the event or its group, in the read format of the event.
         const READ = 1 << 4;
         /// Call chain.
         const CALLCHAIN = 1 << 5;
-        /// ID of the opened event (for an inherited event, the ID of its parent).
+        /// ID of the opened event. For an inherited event, the ID of its parent.
         const ID = 1 << 6;
         /// CPU number (the vCPU index).
         const CPU = 1 << 7;
         /// Sample period: number of counts since the previous sample.
         const PERIOD = 1 << 8;
-        /// ID of the event itself.
+        /// ID of the event that took the sample. For an inherited event, the ID of the child.
         const STREAM_ID = 1 << 9;
         /// Raw data supplied by the event source.
         const RAW = 1 << 10;
         /// Branch stack, as described by [`Attr::branches`].
         const BRANCH_STACK = 1 << 11;
-        /// User-mode registers, selected by [`REGS_USER`]: at the time of the sample, or at kernel
-        /// entry if the sample is in the kernel.
+        /// User-mode registers of [`REGS_USER`]: those at the time of the sample or, if the sample
+        /// is in the kernel, those at the last kernel entry.
         const REGS_USER = 1 << 12;
         /// Top [`Attr::sample_stack_user`] bytes of the user stack.
         const STACK_USER = 1 << 13;
-        /// ID of the opened event, at a fixed position: first in samples, last in the trailer of
-        /// other records. A reader can therefore attribute each record of a ring that is shared by
-        /// events with different formats.
+        /// ID of the opened event, as the first field of samples and the last field of other
+        /// records. The fixed position lets a reader identify the event of each record if events
+        /// with different formats share a ring.
         const IDENTIFIER = 1 << 16;
     }
 }
@@ -86,22 +86,23 @@ bitflags! {
 pub const REGS_USER: u64 = 0x00ff_0fff;
 /// Number of registers in [`REGS_USER`].
 pub const REGS_USER_LEN: usize = REGS_USER.count_ones() as usize;
-/// Maximum number of stack bytes in a sample. Limited because a record must be smaller than 64 KiB.
+/// Maximum number of stack bytes in a sample. The limit keeps each record below 64 KiB.
 pub const STACK_USER_MAX: u32 = 32 << 10;
 
 bitflags! {
-    /// `perf_event_attr.read_format`: the fields that a read returns in addition to the value.
+    /// `perf_event_attr.read_format`: the fields that a read of the event returns in addition to
+    /// its count.
     #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
     pub struct ReadFormat: u64 {
-        /// Time enabled, in nanoseconds.
+        /// Time enabled of the event, in nanoseconds.
         const TOTAL_TIME_ENABLED = 1;
-        /// Time running, in nanoseconds.
+        /// Time running of the event, in nanoseconds.
         const TOTAL_TIME_RUNNING = 1 << 1;
         /// ID of the event.
         const ID = 1 << 2;
-        /// Values of all members of the group.
+        /// Counts of all members of the event's group.
         const GROUP = 1 << 3;
-        /// Number of records lost because the ring was full.
+        /// Number of records of the event that were lost because the ring was full.
         const LOST = 1 << 4;
     }
 }
@@ -109,10 +110,10 @@ bitflags! {
 /// Condition under which a ring notifies its reader.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum WakeupCondition {
-    /// Number of samples before a notification. 0 disables notification by count.
+    /// Number of samples after which the reader is notified. 0 disables notification by samples.
     Events(u32),
-    /// Number of unread bytes before a notification. 0 selects the default (a quarter of the ring,
-    /// but at least one page).
+    /// Number of unread bytes after which the reader is notified. 0 selects the default: a quarter
+    /// of the ring, but at least one page.
     Watermark(u32),
 }
 
@@ -125,51 +126,52 @@ impl Default for WakeupCondition {
 /// Attributes of an event, equivalent to `struct perf_event_attr`.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Attr {
-    /// Driver that serves the event.
+    /// Type of the event, which selects the driver.
     pub ty: EventType,
-    /// Driver-specific event selector.
+    /// Number of the event within its type. The driver defines the values.
     pub config: u64,
-    /// Additional selector of some drivers (`config1`).
+    /// Second selector of the event (`config1`), used by some drivers.
     pub config1: u64,
-    /// Additional selector of some drivers (`config2`).
+    /// Third selector of the event (`config2`), used by some drivers.
     pub config2: u64,
-    /// Number of counts between overflows, or number of overflows per second if `freq` is set. 0
-    /// selects a counting event.
+    /// Sampling period: number of counts between overflows. If `freq` is set, the number of
+    /// overflows per second instead. 0 selects a counting event.
     pub sample_period: u64,
     /// `true` if `sample_period` is a frequency in hertz.
     pub freq: bool,
-    /// Fields of each sample.
+    /// Fields of each sample of the event.
     pub sample_type: SampleType,
     /// Size of the user stack copy in samples with [`SampleType::STACK_USER`], in bytes. Must be a
     /// multiple of 8 and at most [`STACK_USER_MAX`].
     pub sample_stack_user: u32,
     /// Contents of the branch stack in samples with [`SampleType::BRANCH_STACK`]. The byte layout
-    /// of [`Attr::to_bytes`] contains its filter, but neither depth nor overhead.
+    /// of [`Attr::to_bytes`] contains only the filter, not the depth and the overhead limit.
     pub branches: BranchSampling,
-    /// Fields that a read returns.
+    /// Fields that a read of the event returns.
     pub read_format: ReadFormat,
     /// Condition under which the ring notifies its reader.
     pub wakeup: WakeupCondition,
-    /// `true` if the event starts disabled.
+    /// `true` if the event is opened in the disabled state.
     pub disabled: bool,
     /// `true` if the event also covers vCPUs that are added later.
     pub inherit: bool,
     /// `true` if inherited events write a READ record when their vCPU exits, and keep per-vCPU
     /// values across context swaps.
     pub inherit_stat: bool,
-    /// `true` if the event must always be scheduled, and enters the error state otherwise.
+    /// `true` for a pinned event, which is always scheduled and enters the error state if it loses
+    /// its slot.
     pub pinned: bool,
-    /// `true` if the event must be alone on the PMU.
+    /// `true` if no other event may be scheduled on the PMU at the same time as the event's group.
     pub exclusive: bool,
     /// Excludes guest user mode (CPL 3).
     pub exclude_user: bool,
     /// Excludes guest kernel mode (CPL 0).
     pub exclude_kernel: bool,
-    /// Excludes a hypervisor below the host.
+    /// Excludes a hypervisor that runs below the host.
     pub exclude_hv: bool,
-    /// Excludes the idle task.
+    /// Excludes the idle task of the host.
     pub exclude_idle: bool,
-    /// Excludes host execution. Always set for the counters of a guest.
+    /// Excludes host execution. Always set for events that back guest counters.
     pub exclude_host: bool,
     /// Excludes guest execution.
     pub exclude_guest: bool,
@@ -181,27 +183,27 @@ pub struct Attr {
     pub task: bool,
     /// Enables SWITCH records (vCPU contexts that are scheduled in and out).
     pub context_switch: bool,
-    /// Enables the event once, at the next guest reset (`VcpuContext::exec`).
+    /// Enables the event at the next guest reset (`VcpuContext::exec`), but not at later ones.
     pub enable_on_exec: bool,
     /// Appends TID, TIME, ID, STREAM_ID, CPU and IDENTIFIER to all non-sample records, as far as
     /// `sample_type` selects these fields.
     pub sample_id_all: bool,
 }
 
-/// Error of [`Attr::from_bytes`].
+/// Error of [`Attr::from_bytes`]: attributes that the core does not support.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum AttrError {
-    /// Unsupported size, or nonzero bytes beyond the known layout (`E2BIG`). The supported size has
-    /// been written back to the caller's `size` field.
+    /// Unsupported size, or nonzero bytes beyond the known layout (`E2BIG`). [`Attr::from_bytes`]
+    /// writes the supported size back to the caller's `size` field.
     #[error("unsupported attribute size; this version supports {supported} bytes")]
     TooBig {
-        /// Size that this version supports, in bytes.
+        /// Size of `struct perf_event_attr` that this version supports, in bytes.
         supported: u32,
     },
-    /// Buffer that is shorter than its `size` field (`EFAULT`).
+    /// A buffer that is shorter than its `size` field states (`EFAULT`).
     #[error("an attribute of {size} bytes does not fit into the buffer of {available} bytes")]
     Fault {
-        /// Value of the `size` field, in bytes.
+        /// Value of the `size` field of the attributes, in bytes.
         size: u32,
         /// Length of the buffer, in bytes.
         available: usize,
@@ -210,10 +212,10 @@ pub enum AttrError {
     /// then retries with a lower precision.
     #[error("precise_ip {0} is not supported")]
     Precise(u8),
-    /// Reserved field or bit that is set (`EINVAL`).
+    /// A reserved field or bit that is set, or a field with an unsupported value (`EINVAL`).
     #[error("reserved or unknown bits set in {field}")]
     Reserved {
-        /// Name of the field.
+        /// Name of the rejected field.
         field: &'static str,
     },
 }
@@ -233,8 +235,8 @@ impl AttrError {
 
 /// Size of the first published `struct perf_event_attr`, in bytes. Also the meaning of `size == 0`.
 pub const ATTR_SIZE_VER0: u32 = 64;
-/// Size of the layout that added `config3`, in bytes, which perf has used since Linux 6.3. This
-/// version supports this layout.
+/// Size of `struct perf_event_attr` with `config3` (since Linux 6.3), in bytes. This is the layout
+/// that this version supports.
 pub const ATTR_SIZE_VER8: u32 = 136;
 /// Maximum size of an attribute, in bytes (one page).
 pub const ATTR_SIZE_MAX: u32 = 4096;
@@ -272,8 +274,8 @@ const BUILD_ID: u32 = 34;
 const KNOWN_FLAGS: u64 =
     0x7fff | 1 << SAMPLE_ID_ALL | 1 << EXCLUDE_HOST | 1 << EXCLUDE_GUEST | 1 << CONTEXT_SWITCH;
 const PRECISE_FLAGS: u64 = 3 << PRECISE_IP;
-/// Flags that are accepted and have no effect. They request records that a VM never produces, or
-/// additional details in MMAP and COMM records, on which readers must not rely.
+/// Flags of `perf_event_attr` that are accepted but have no effect. They request records that a VM
+/// never produces, or additional details in MMAP and COMM records.
 const IGNORED_FLAGS: u64 = 1 << MMAP_DATA
     | 1 << MMAP2
     | 1 << COMM_EXEC
@@ -283,8 +285,8 @@ const IGNORED_FLAGS: u64 = 1 << MMAP_DATA
     | 1 << CGROUP
     | 1 << TEXT_POKE
     | 1 << BUILD_ID;
-/// Offset, length and name of each field that must be zero: `bp_type`, `__reserved_2`, the AUX area
-/// and `config3`, which no driver uses.
+/// Offset in bytes, length in bytes and name of each attribute field that must be zero, because no
+/// driver uses it.
 const ZERO_FIELDS: [(usize, usize, &str); 4] = [
     (52, 4, "bp_type"),
     (110, 2, "__reserved_2"),
@@ -329,7 +331,7 @@ impl Attr {
         }
     }
 
-    /// Makes the event cover vCPUs that are added later.
+    /// Sets [`Attr::inherit`], so that the event also covers vCPUs that are added later.
     #[must_use]
     pub fn with_inherit(self) -> Self {
         Self {
@@ -338,13 +340,13 @@ impl Attr {
         }
     }
 
-    /// Makes the event pinned.
+    /// Sets [`Attr::pinned`].
     #[must_use]
     pub fn with_pinned(self) -> Self {
         Self { pinned: true, ..self }
     }
 
-    /// Makes the event exclusive.
+    /// Sets [`Attr::exclusive`].
     #[must_use]
     pub fn with_exclusive(self) -> Self {
         Self {
@@ -353,7 +355,7 @@ impl Attr {
         }
     }
 
-    /// Makes the event start disabled.
+    /// Sets [`Attr::disabled`], so that the event is opened in the disabled state.
     #[must_use]
     pub fn with_disabled(self) -> Self {
         Self {
@@ -362,7 +364,7 @@ impl Attr {
         }
     }
 
-    /// Makes the sample period a frequency in hertz.
+    /// Sets [`Attr::freq`], so that the sample period is a frequency in hertz.
     #[must_use]
     pub fn with_freq(self) -> Self {
         Self { freq: true, ..self }
@@ -380,7 +382,7 @@ impl Attr {
         Self { read_format, ..self }
     }
 
-    /// Returns `true` if this is a sampling event.
+    /// Returns `true` if these are the attributes of a sampling event.
     #[must_use]
     pub fn is_sampling(&self) -> bool {
         self.sample_period != 0
@@ -390,9 +392,9 @@ impl Attr {
     ///
     /// The `size` field gives the number of bytes to read. 0 selects the first published size;
     /// smaller sizes and sizes above one page are rejected. Bytes beyond the known layout must be
-    /// zero. On [`AttrError::TooBig`] the supported size is written back into `bytes`, as the
-    /// kernel does for its caller. Fields that belong to an unset flag or sample field are not
-    /// read, and `sample_max_stack` has no effect.
+    /// zero. On [`AttrError::TooBig`], writes the supported size into `bytes`, as the kernel does
+    /// for its caller. A field is ignored if the flag or sample field that it belongs to is not
+    /// set, and `sample_max_stack` has no effect.
     ///
     /// # Errors
     ///
@@ -581,8 +583,8 @@ mod tests {
         assert_eq!((attr.config, attr.config2), (7, 0));
     }
 
-    /// The attributes of `perf record -e cycles` of Linux 6.12 are accepted, after perf has retried
-    /// with lower precisions.
+    /// The attributes of `perf record -e cycles` of Linux 6.12 are accepted once perf requests no
+    /// precise instruction pointer.
     #[test]
     fn attribute_of_perf_record_is_accepted() {
         let flags = [

@@ -7,34 +7,34 @@ use bitflags::bitflags;
 pub const MAX_BRANCH_DEPTH: u16 = 64;
 
 bitflags! {
-    /// `perf_event_attr.branch_sample_type`: the branches of a stack.
+    /// `perf_event_attr.branch_sample_type`: selects the branches that a branch stack contains.
     #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
     pub struct BranchFilter: u64 {
-        /// Branches at CPL 1 to 3.
+        /// Selects branches at CPL 1 to 3.
         const USER = 1;
-        /// Branches at CPL 0.
+        /// Selects branches at CPL 0.
         const KERNEL = 1 << 1;
-        /// All branches.
+        /// Selects branches of all types.
         const ANY = 1 << 3;
-        /// Calls, including system calls.
+        /// Selects calls, including system calls.
         const ANY_CALL = 1 << 4;
-        /// Returns, including returns from system calls and interrupts.
+        /// Selects returns, including returns from system calls and interrupts.
         const ANY_RETURN = 1 << 5;
-        /// Indirect calls.
+        /// Selects indirect calls.
         const IND_CALL = 1 << 6;
-        /// Conditional branches.
+        /// Selects conditional branches.
         const COND = 1 << 10;
-        /// Indirect jumps.
+        /// Selects indirect jumps.
         const IND_JUMP = 1 << 12;
-        /// Direct calls.
+        /// Selects direct calls.
         const CALL = 1 << 13;
-        /// Stores the type of each branch.
+        /// Requests the type of each branch in the branch stack.
         const TYPE_SAVE = 1 << 16;
     }
 }
 
 impl BranchFilter {
-    /// All bits that select branches by type.
+    /// All bits that select branches by their type.
     pub const KINDS: Self = Self::ANY
         .union(Self::ANY_CALL)
         .union(Self::ANY_RETURN)
@@ -42,11 +42,11 @@ impl BranchFilter {
         .union(Self::COND)
         .union(Self::IND_JUMP)
         .union(Self::CALL);
-    /// All bits that select branches by privilege level.
+    /// All bits that select branches by their privilege level.
     pub const LEVELS: Self = Self::USER.union(Self::KERNEL);
 
-    /// Returns `true` if `branch` belongs in a stack that is recorded with this filter. A branch
-    /// between two privilege levels belongs in it only if the filter selects both levels.
+    /// Returns `true` if this filter selects `branch`. A branch between two privilege levels is
+    /// selected only if the filter selects both levels.
     #[must_use]
     pub fn contains_branch(self, branch: &BranchEntry) -> bool {
         use BranchKind as Kind;
@@ -64,15 +64,15 @@ impl BranchFilter {
     }
 }
 
-/// Branch type (`PERF_BR_*`).
+/// Type of a branch, with the values of `PERF_BR_*`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum BranchKind {
-    /// Unknown kind.
+    /// Branch of unknown type.
     #[default]
     Unknown = 0,
     /// Conditional branch.
     Conditional = 1,
-    /// Direct jump.
+    /// Direct unconditional jump.
     Unconditional = 2,
     /// Indirect jump.
     Indirect = 3,
@@ -92,10 +92,10 @@ pub enum BranchKind {
     Interrupt = 12,
 }
 
-/// Offset of the branch type in the third word of an entry.
+/// Bit offset of the branch type in the third word of `struct perf_branch_entry`.
 const KIND_SHIFT: u32 = 20;
 
-/// A taken branch.
+/// A taken branch in a branch stack.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct BranchEntry {
     /// Address of the branch instruction.
@@ -111,8 +111,8 @@ pub struct BranchEntry {
 }
 
 impl BranchEntry {
-    /// Returns the three words of `struct perf_branch_entry`. Predictions and cycles are unknown
-    /// and therefore 0. The branch type is stored if `filter` requests it.
+    /// Returns the three words of `struct perf_branch_entry`. The branch type is 0 unless `filter`
+    /// requests it. Prediction and cycle count are always 0, because they are unknown.
     #[must_use]
     pub fn words(&self, filter: BranchFilter) -> [u64; 3] {
         let kind = if filter.contains(BranchFilter::TYPE_SAVE) {
@@ -127,7 +127,7 @@ impl BranchEntry {
 /// Parameters of the branch stacks of an event.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct BranchSampling {
-    /// Branches that a stack contains.
+    /// Selects the branches that a stack contains.
     pub filter: BranchFilter,
     /// Maximum number of branches in a stack, from 1 to [`MAX_BRANCH_DEPTH`].
     pub depth: u16,
@@ -146,8 +146,8 @@ impl BranchSampling {
         }
     }
 
-    /// Returns parameters for stacks that satisfy both `self` and `other`. The stricter overhead
-    /// limit applies.
+    /// Combines the parameters of two events that share a branch stack: all branches that either
+    /// filter selects, the larger depth, and the lower overhead limit.
     #[must_use]
     pub fn join(self, other: Self) -> Self {
         Self {
@@ -157,7 +157,8 @@ impl BranchSampling {
         }
     }
 
-    /// Returns `true` if a stack that was recorded with these parameters also satisfies `other`.
+    /// Returns `true` if a stack recorded with these parameters contains all branches that `other`
+    /// requests.
     #[must_use]
     pub fn covers(self, other: Self) -> bool {
         self.filter.contains(other.filter) && self.depth >= other.depth

@@ -1,7 +1,7 @@
 //! Estimation of the full count of a multiplexed event.
 //!
-//! An event that shares its slot counts only in some slices of its time enabled. Two estimators
-//! extrapolate the counts of these slices to the whole time:
+//! A multiplexed event counts only in some slices of its time enabled. Two estimators extrapolate
+//! the counts of these slices to the whole time:
 //!
 //! - [`linear`]: `count × enabled / running`. Unbiased if the slices are a representative sample of
 //!   the whole.
@@ -46,8 +46,8 @@
 //! - *A periodic pattern that is sampled at all phases*: its errors cancel from period to period,
 //!   and the steps do not reveal this. Only a bound is returned.
 
-/// Returns `count × enabled_ns / running_ns`, or `None` if the event never ran. In this case it was
-/// not counted and no number may be displayed.
+/// Returns `count × enabled_ns / running_ns`, or `None` if the event never ran. Without running
+/// time the count is unknown, not zero.
 ///
 /// Returns exactly `count` if both times are equal. Saturates at `u64::MAX`.
 #[must_use]
@@ -62,13 +62,13 @@ pub fn linear(count: u64, enabled_ns: u64, running_ns: u64) -> Option<u64> {
     Some(u64::try_from(scaled).unwrap_or(u64::MAX))
 }
 
-/// An estimated count with its uncertainty.
+/// An estimate of an event's count, with its uncertainty.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Estimate {
     /// Estimated count.
     pub value: u64,
-    /// Standard error of `value`, in counts. 0 if `exact`, or `None` if it cannot be determined
-    /// from the slices.
+    /// Standard error of `value`, in counts. 0 if `exact` is set. `None` if the slices do not
+    /// determine the error.
     pub standard_error: Option<f64>,
     /// Approximate maximum error, in counts: four standard errors, or a bound that is known without
     /// a standard error. `None` if no bound is known.
@@ -78,7 +78,8 @@ pub struct Estimate {
 }
 
 impl Estimate {
-    /// Returns the same value with unknown uncertainty. Exact values remain exact.
+    /// Returns the same estimate without a standard error and a bound. An exact estimate remains
+    /// exact.
     pub(crate) fn unsure(self) -> Self {
         if self.exact {
             return self;
@@ -91,8 +92,8 @@ impl Estimate {
     }
 }
 
-/// Running mean and variance of a series, computed online without the cancellation of large sums of
-/// squares.
+/// Running mean and variance of a series of values. Updated with each value, without large sums of
+/// squares that would lose precision.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct RunningVariance {
     n: u64,
@@ -109,19 +110,19 @@ impl RunningVariance {
         self.m2 += delta * (value - self.mean);
     }
 
-    /// Returns the number of values.
+    /// Returns the number of values added.
     #[must_use]
     pub fn count(&self) -> u64 {
         self.n
     }
 
-    /// Returns the mean, or 0 without values.
+    /// Returns the mean of the values, or 0 without values.
     #[must_use]
     pub fn mean(&self) -> f64 {
         self.mean
     }
 
-    /// Returns the sample variance, or 0 for fewer than two values.
+    /// Returns the sample variance of the values, or 0 for fewer than two values.
     #[must_use]
     pub fn variance(&self) -> f64 {
         if self.n < 2 {
@@ -132,7 +133,8 @@ impl RunningVariance {
     }
 }
 
-/// Minimum number of steps, and of slices that were read in the middle, for a standard error.
+/// Minimum number of steps (rate changes between slices), and minimum number of slices with a
+/// mid-slice read, for a standard error.
 const SLICES_MIN: u64 = 4;
 /// Maximum lag of the step autocorrelation, in slices.
 const LAGS: usize = 8;
@@ -142,16 +144,16 @@ const REFERENCE_CORRELATION_TIME: f64 = 0.27;
 /// Minimum effective number of independent values for a standard error. Rates with fewer values
 /// have long tails, and only a bound is returned for them.
 const EFFECTIVE_VALUES_MIN: f64 = 20.0;
-/// Threshold of the summed squared autocorrelation of steps above which the rate is considered
-/// periodic.
+/// Sum of the squared autocorrelations of steps above which a rate is considered periodic.
 const PERIODIC_MIN: f64 = 0.3;
 /// Factor by which variation within slices must exceed the maximum that is possible without
 /// aliasing, before aliasing is considered certain.
 const ALIASING_FACTOR: f64 = 10.0;
-/// Variation within slices, relative to the mean rate, below which no aliasing is assumed.
+/// Variation within slices, relative to the mean rate, below which the slices are considered free
+/// of aliasing.
 const CALM: f64 = 1e-3;
 
-/// Statistics of rate changes between slices and within slices.
+/// Statistics of the rate changes between slices (steps) and within slices.
 #[derive(Clone, Copy, Debug, PartialEq, Default)]
 struct StepStatistics {
     n: u64,
@@ -182,15 +184,16 @@ struct StepStatistics {
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Uncertainty {
     Unknown,
-    /// `between`: variance from the gaps, per squared period. `walk` and `fresh`: random-walk and
-    /// white-noise components of the steps.
+    /// An uncertainty from which a standard error is computed. `between`: variance from the gaps,
+    /// in units of the squared period. `walk` and `fresh`: random-walk and white-noise components
+    /// of the steps.
     Variance {
         between: f64,
         walk: f64,
         fresh: f64,
     },
-    /// Same values as in `Variance`, but of a rate with a long tail, for which only an error bound
-    /// is derived from them.
+    /// An uncertainty from which only an error bound is computed, because the rate has a long tail.
+    /// The fields have the same meaning as in `Variance`.
     LongTail {
         between: f64,
         walk: f64,
@@ -245,7 +248,7 @@ fn weights(on: f64) -> [f64; 3] {
 }
 
 impl StepStatistics {
-    /// Adds a step across `gap`.
+    /// Adds the rate change `step` between two slices with a gap of length `gap` between them.
     fn add(&mut self, step: f64, gap: f64) {
         let square = step * step;
         self.squares += gap * gap * square;
@@ -264,8 +267,8 @@ impl StepStatistics {
         self.n += 1;
     }
 
-    /// Adds the halves of a slice: `first` counts in time `before`, and `second` counts in time
-    /// `after`.
+    /// Adds the difference between the rates of the two halves of a slice: `first` counts in time
+    /// `before`, and `second` counts in time `after`.
     fn halves(&mut self, (first, before): (f64, f64), (second, after): (f64, f64)) {
         let difference = first / before - second / after;
         // Corrects for halves of unequal length, which differ more, and for the rounding of both
@@ -354,10 +357,10 @@ impl StepStatistics {
     }
 }
 
-/// Running estimate of the count of one event.
+/// Estimator of the count of one event, updated with each time slice.
 ///
-/// All times are nanoseconds of the *time enabled* of the event and do not advance while the event
-/// is disabled. Rates are counts per nanosecond.
+/// All times are nanoseconds of the event's *time enabled* and do not advance while the event is
+/// disabled. Rates are counts per nanosecond.
 #[derive(Clone, Copy, Debug, PartialEq, Default)]
 pub struct Estimator {
     /// Number of counts in all slices.
@@ -368,17 +371,17 @@ pub struct Estimator {
     /// Rate at the end of the last slice, in counts per nanosecond.
     last_rate: f64,
     last_step: f64,
-    /// Length of the last slice, in nanoseconds.
+    /// Length of the last slice, in nanoseconds of time enabled.
     last_ns: u64,
     /// `gap_ns`: total length of the gaps between slices, in nanoseconds. `first_gap_ns`: length of
     /// the gap before the first slice, in nanoseconds.
     gap_ns: u64,
     first_gap_ns: u64,
-    /// Interpolated count of all gaps between slices.
+    /// Interpolated number of counts in all gaps between slices.
     trapezoids: f64,
     rates: RunningVariance,
     steps: StepStatistics,
-    /// Time enabled and count of the read in the middle of the current slice.
+    /// Time enabled and count at the read in the middle of the current slice, if there was one.
     mid_slice: Option<(u64, u64)>,
 }
 
@@ -389,16 +392,16 @@ impl Estimator {
         Self::default()
     }
 
-    /// Returns `true` if a periodic pattern certainly aliases with the slices, that is, if the rate
-    /// varies more within slices than between them. Other events of the same vCPU that share slots
-    /// with this one may have the same pattern without being detected.
+    /// Returns `true` if a periodic guest pattern certainly aliases with the slices, that is, if
+    /// the rate varies more within slices than between them. The pattern may then also affect other
+    /// events that share slots with this one, even if their own slices do not reveal it.
     #[must_use]
     pub fn detects_aliasing(&self) -> bool {
         self.steps.detects_aliasing(self.rates.mean(), ALIASING_FACTOR)
     }
 
-    /// Records that the active event had counted `count` in its current slice at `at_ns`, near the
-    /// middle. The variation within slices reveals aliasing.
+    /// Records the number of counts `count` in the current slice at time `at_ns`, near the middle
+    /// of the slice. The variation within slices reveals aliasing.
     pub fn mid_slice(&mut self, at_ns: u64, count: u64) {
         self.mid_slice = Some((at_ns, count));
     }
@@ -450,8 +453,9 @@ impl Estimator {
         self.rates.add(rate);
     }
 
-    /// Returns the rate at the ends of a slice. A slice much shorter than average carries little
-    /// information and is extended to half the average length with the previous rate.
+    /// Returns the rate that interpolation uses at both ends of a slice. A slice much shorter than
+    /// average carries little information and is extended to half the average length with the
+    /// previous rate.
     fn edge_rate(&self, count: f64, length: f64) -> f64 {
         let n = self.rates.count();
         if n == 0 {
@@ -528,8 +532,8 @@ impl Estimator {
         })
     }
 
-    /// Returns the standard error and the bound; see the module documentation. `tail` is the time
-    /// since the last slice.
+    /// Returns the standard error and the error bound of the estimate, as described in the module
+    /// documentation. `tail` is the time since the last slice.
     fn doubt(&self, tail: f64) -> (Option<f64>, Option<f64>) {
         let steps = &self.steps;
         let (slices, running) = (self.rates.count() as f64, self.running_ns as f64);

@@ -10,32 +10,32 @@
 use std::ops::{Deref, DerefMut};
 use std::sync::{Mutex, MutexGuard, PoisonError, TryLockError};
 
-/// Rank of a lock in the lock order. Each variant names the data that the lock protects. A thread
-/// acquires locks in the order of the variants.
+/// Rank of a lock in the lock order: the data that the lock protects. A thread acquires locks in
+/// the order of the variants.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) enum LockRank {
-    /// Set of events and vCPUs, locked while either is added or removed.
+    /// The set of events and vCPUs. Locked while an event or a vCPU is added or removed.
     Topology,
-    /// Output ring of an event. A thread locks both an event's output and the output of the event
-    /// whose ring it shares only under the topology lock.
+    /// The output ring of an event. A thread that holds the topology lock may lock the outputs of
+    /// two events: an event and the event to whose ring it is redirected.
     Output,
-    /// Children of a VM-wide event.
+    /// The children of a VM-wide event.
     Family,
-    /// Event context. A thread locks two contexts only to swap them, under the topology lock and in
-    /// address order.
+    /// An event context. A thread that holds the topology lock may lock two contexts to swap them,
+    /// in the order of their addresses.
     Context,
-    /// Registered drivers.
+    /// The list of registered drivers.
     Drivers,
-    /// Registry of open events by ID.
+    /// The registry of open events by ID.
     Opened,
-    /// Ring memory charged to each user.
+    /// The ring memory that is charged to each user.
     Memory,
-    /// Events opened by a session.
+    /// The events that a session has opened.
     Session,
 }
 
-/// A mutex with a rank. Poisoning is ignored, so that a panic in one thread does not propagate to
-/// the others.
+/// A mutex with a rank. Ignores poisoning: a panic of a thread that holds the lock does not affect
+/// other threads.
 #[derive(Debug)]
 pub(crate) struct Lock<T> {
     rank: LockRank,
@@ -45,7 +45,7 @@ pub(crate) struct Lock<T> {
 /// RAII guard of a [`Lock`].
 pub(crate) type LockGuard<'a, T> = Guard<MutexGuard<'a, T>>;
 
-/// A mutex guard, together with a record of the lock for the check of the lock order.
+/// The guard of a [`Lock`]: the mutex guard, and the lock's entry in the list of held locks.
 #[derive(Debug)]
 pub(crate) struct Guard<G> {
     guard: G,
@@ -69,7 +69,8 @@ impl<T> Lock<T> {
         Guard::new(self.inner.lock().unwrap_or_else(PoisonError::into_inner), held)
     }
 
-    /// Acquires the lock if it is free. Never blocks and is therefore exempt from the lock order.
+    /// Acquires the lock if it is free. The lock order does not apply, because this method never
+    /// blocks.
     pub fn try_lock(&self) -> Option<LockGuard<'_, T>> {
         let guard = match self.inner.try_lock() {
             Ok(guard) => guard,
@@ -121,16 +122,16 @@ mod checked {
         static HELD: [Cell<Option<(LockRank, usize)>>; MOST] = const { [const { Cell::new(None) }; MOST] };
     }
 
-    /// Record that this thread holds a lock, for the check of the lock order.
+    /// The entry of a held lock in this thread's list, which the check of the lock order uses.
     #[derive(Debug)]
     pub(crate) struct LockRecord(Option<(LockRank, usize)>);
 
     impl LockRecord {
-        /// Checks the lock order before a blocking acquisition.
+        /// Checks the lock order before this thread waits for a lock.
         ///
         /// # Panics
         ///
-        /// Panics if this thread holds a lock that must be acquired after this one.
+        /// Panics if this thread holds a lock of a later rank.
         pub fn wait(rank: LockRank, address: usize) -> Self {
             HELD.with(|held| {
                 let under_topology = held
@@ -149,7 +150,8 @@ mod checked {
             Self::got(rank, address)
         }
 
-        /// Records a lock that was acquired without blocking.
+        /// Adds a lock that was just acquired to this thread's list, without a check of the lock
+        /// order.
         pub fn got(rank: LockRank, address: usize) -> Self {
             let note = (rank, address);
             let noted = HELD.with(|held| {
@@ -176,8 +178,8 @@ mod checked {
 mod unchecked {
     use crate::lock::LockRank;
 
-    /// Placeholder for the record of a held lock. Empty, because release builds do not check the
-    /// lock order.
+    /// Empty replacement for the entry of a held lock, because release builds do not check the lock
+    /// order.
     #[derive(Debug)]
     pub(crate) struct LockRecord;
 
@@ -246,8 +248,8 @@ mod tests {
         assert!(violates_order(&contexts[0], &contexts[0]));
     }
 
-    /// `try_lock` is exempt from the lock order. Locks may be released in any order, and released
-    /// locks are no longer checked.
+    /// `try_lock` may acquire a lock of any rank. Locks may be released in any order, and released
+    /// locks no longer restrict which locks may be acquired.
     #[test]
     fn try_lock_is_exempt_from_lock_order() {
         let (topology, context) = (

@@ -1,4 +1,4 @@
-//! Builder of a core with validated settings.
+//! [`PerfCoreBuilder`], which validates the settings of a [`PerfCore`] before it creates the core.
 
 use std::sync::Arc;
 
@@ -13,25 +13,25 @@ use crate::time::Clock;
 const TICK_HZ_MAX: u64 = 1_000_000;
 /// Maximum sample rate of an event, in hertz (one sample per nanosecond).
 const SAMPLE_RATE_MAX: u64 = 1_000_000_000;
-/// Maximum value of a ring memory setting, in KiB.
+/// Maximum value of [`PerfCoreConfig::mlock_kb`] and [`PerfCoreConfig::memlock_kb`], in KiB.
 const KB_MAX: u64 = u64::MAX >> 11;
 
-/// A setting that is out of range.
+/// Error of [`PerfCoreBuilder::build`]: a setting that is out of range.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{setting}: {value} is out of range; must be between {least} and {most}")]
 pub struct ConfigError {
     /// Name of the [`PerfCoreConfig`] field.
     pub setting: &'static str,
-    /// Rejected value.
+    /// Value that was rejected.
     pub value: i128,
-    /// Minimum valid value.
+    /// Minimum valid value of the setting.
     pub least: i128,
-    /// Maximum valid value.
+    /// Maximum valid value of the setting.
     pub most: i128,
 }
 
 impl PerfCoreConfig {
-    /// Checks that each setting is in range.
+    /// Checks that each setting of the configuration is in range.
     ///
     /// # Errors
     ///
@@ -143,7 +143,7 @@ impl PerfCoreBuilder {
         self
     }
 
-    /// Creates the core.
+    /// Creates the core and registers the drivers.
     ///
     /// # Errors
     ///

@@ -16,12 +16,12 @@ pub enum ControlScope {
     Group,
 }
 
-/// Error text for a request to arm a family (a VM-wide event and its children), or to arm an event
-/// at an overflow point that [`is_armable`] rejects.
+/// Error text of a rejected attempt to arm an event: the event is a family (a VM-wide event and its
+/// children), or [`is_armable`] rejects the number of counts.
 pub(super) const NOT_ARMABLE: &str = "armed for at least 1 and below 2^63 counts, and not on a family";
 
-/// Returns `true` if `overflow_in` is a valid number of counts after which to overflow: at least 1
-/// and below 2^63.
+/// Returns `true` if an event can be armed to overflow after `overflow_in` counts: at least 1 and
+/// below 2^63.
 pub(super) const fn is_armable(overflow_in: u64) -> bool {
     overflow_in != 0 && overflow_in >> 63 == 0
 }
@@ -46,12 +46,12 @@ impl EventHandle {
         self.set(scope, false)
     }
 
-    /// Arms and enables a single event and returns its previous count. Combines
-    /// [`EventHandle::arm`], [`EventHandle::enable`] and [`EventHandle::count`] to start a guest
-    /// counter.
+    /// Arms and enables a single event in one step and returns the count at which the event was
+    /// armed. Equivalent to [`EventHandle::arm`] followed by [`EventHandle::enable`], with a single
+    /// lock of the context. Intended for guest counters.
     ///
-    /// If `overflow_in` is `None`, the overflow point is unchanged. If the event cannot be
-    /// scheduled now, the inner `Err` contains the cause.
+    /// With `None` as `overflow_in`, the event is not armed, and an earlier overflow point remains
+    /// set. If the event is not active afterwards, the inner result is `Err` with the cause.
     ///
     /// # Errors
     ///
@@ -80,13 +80,13 @@ impl EventHandle {
         })
     }
 
-    /// Disables a single event and returns its final count. Combines [`EventHandle::disable`] and
-    /// [`EventHandle::count`].
+    /// Disables a single event and returns its final count. Equivalent to [`EventHandle::disable`]
+    /// followed by [`EventHandle::count`].
     ///
     /// # Errors
     ///
-    /// Returns [`ControlError::Closed`] if the event is closed, and [`ControlError::Invalid`] for
-    /// families (VM-wide events with children).
+    /// Returns [`ControlError::Closed`] if the event is closed, and [`ControlError::Invalid`] for a
+    /// family (a VM-wide event with children).
     pub fn stop(&self) -> Result<u64, ControlError> {
         if self.is_family() {
             return Err(ControlError::Invalid("a family is stopped by disabling it"));
@@ -105,8 +105,8 @@ impl EventHandle {
         self.for_scope(scope, |event| event.set_enabled(on))
     }
 
-    /// Resets the count to zero, including the counts of exited children. The times are not reset,
-    /// and neither is a package count (a driver's single count for the whole VM).
+    /// Resets the event's count to zero, including the counts of exited children. Does not reset
+    /// the times, and does not change a package count (a driver's single count for the whole VM).
     ///
     /// # Errors
     ///
@@ -134,8 +134,8 @@ impl EventHandle {
         }
     }
 
-    /// Enables the event for `overflows` further overflows, after which it disables itself. With 0
-    /// the event is only enabled.
+    /// Enables the event for `overflows` further overflows. The event disables itself after the
+    /// last of them. With 0, the event is enabled and its limit does not change.
     ///
     /// # Errors
     ///
@@ -161,18 +161,19 @@ impl EventHandle {
     /// Changes the sampling period, or the frequency in hertz of an event that samples by
     /// frequency. For a VM-wide event, the change applies to existing and future vCPUs.
     ///
-    /// A running event starts a new period immediately, so that a long old period does not delay
-    /// the change. The counts of the unfinished period are attributed to the next sample, so the
-    /// sample periods add up to the count. An event that is not running starts the new period when
-    /// it is scheduled in, and a throttled event when it is unthrottled, so that a change cannot
-    /// bypass the limit. With a frequency, the period approaches its new value gradually, except
-    /// for `cpu-clock` and `task-clock` of the host, whose period changes immediately.
+    /// A running event starts the new period immediately, even if its old period was long. The
+    /// counts of the unfinished period are attributed to the next sample, so the sample periods add
+    /// up to the count. An event that is not running starts the new period when it is scheduled in,
+    /// and a throttled event starts it when it is unthrottled. With a frequency, the period
+    /// approaches its new value gradually, except for `cpu-clock` and `task-clock` of the host,
+    /// whose period changes immediately.
     ///
     /// # Errors
     ///
-    /// Returns [`ControlError::Invalid`] for a counting event, for 0 and for a frequency above the
-    /// limit, [`ControlError::Driver`] if a driver rejects the period (the rejected period is not
-    /// applied), and [`ControlError::Closed`] if the event is closed.
+    /// Returns [`ControlError::Invalid`] for a counting event, for a period of 0, and for a
+    /// frequency above [`crate::PerfCoreConfig::sample_rate_hz`], [`ControlError::Driver`] if a
+    /// driver rejects the period (the rejected period is not applied), and [`ControlError::Closed`]
+    /// if the event is closed.
     pub fn set_period(&self, period: u64) -> Result<(), ControlError> {
         let inner = &self.inner.event;
         if !inner.shared.attr.is_sampling() {

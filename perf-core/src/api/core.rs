@@ -1,4 +1,4 @@
-//! Drivers, timer calls and statistics of a [`PerfCore`].
+//! Methods of [`PerfCore`] for drivers, timer ticks and statistics.
 
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, PoisonError};
@@ -10,8 +10,8 @@ use crate::schedule::SharePolicy;
 use crate::service::core::{Driver, PerfCore, VcpuContext};
 
 impl PerfCore {
-    /// Registers a driver. If several drivers serve an event type, the one registered first is
-    /// used.
+    /// Registers a driver. If several drivers serve the same event type, the core uses the one that
+    /// was registered first.
     pub fn register(&self, pmu: Arc<dyn Pmu>) {
         let capacity = pmu.capacity();
         log::info!("driver {}: {capacity:?}", pmu.name());
@@ -22,13 +22,13 @@ impl PerfCore {
             .push(Driver { pmu, capacity });
     }
 
-    /// Returns the current record timestamp, in nanoseconds of the core clock.
+    /// Returns the current time of the core clock, in nanoseconds. Records contain this time.
     #[must_use]
     pub fn now_ns(&self) -> u64 {
         self.inner.config.clock.now_ns()
     }
 
-    /// Returns the context of a vCPU.
+    /// Returns the context of `vcpu`, or `None` if there is no such vCPU.
     #[must_use]
     pub fn vcpu(&self, vcpu: VcpuId) -> Option<Arc<VcpuContext>> {
         self.inner.vcpus.load().iter().find(|v| v.id() == vcpu).cloned()
@@ -38,16 +38,16 @@ impl PerfCore {
     /// unthrottles events, and checks periodically that running events still count.
     ///
     /// The VM timer calls this method [`crate::PerfCoreConfig::tick_hz`] times per second while
-    /// [`PerfCore::needs_tick`] returns `true`. Locks one context at a time and takes no other
-    /// lock.
+    /// [`PerfCore::needs_tick`] returns `true`. Holds at most one context lock at a time and takes
+    /// no other lock.
     pub fn tick(&self) {
         self.tick_after(1);
     }
 
-    /// Performs [`PerfCore::tick`] for a timer that has expired `expirations` times since the last
-    /// call because its thread was late.
+    /// Performs [`PerfCore::tick`] after `expirations` expirations of the timer, for a timer thread
+    /// that missed some of them.
     ///
-    /// Groups rotate once. Frequencies are adjusted by the elapsed time, because treating the
+    /// Rotates the groups once. Frequencies are adjusted by the elapsed time, because treating the
     /// overflows of several ticks as those of one tick would make the period too long.
     pub fn tick_after(&self, expirations: u64) {
         self.inner.tick(&self.inner.vm, expirations);
@@ -56,9 +56,9 @@ impl PerfCore {
         }
     }
 
-    /// Returns `true` if an event of some vCPU has entered the error state and the vCPU thread has
-    /// not detected this yet. Kick the vCPU in this case, because its thread may stay in the guest
-    /// for a long time.
+    /// Returns `true` if an event of some vCPU has entered the error state and the vCPU's thread
+    /// has not called [`VcpuContext::take_errors`] since. The VMM then kicks the vCPU, because its
+    /// thread may stay in the guest for a long time.
     #[must_use]
     pub fn has_unhandled_errors(&self) -> bool {
         let vcpus = self.inner.vcpus.load();
@@ -74,7 +74,7 @@ impl PerfCore {
         self.tick_need() != PendingTickWork::None
     }
 
-    /// Returns the work that [`PerfCore::tick`] has to do, for timers that expire less often when
+    /// Returns how much work [`PerfCore::tick`] has to do. A VMM timer may expire less often when
     /// there is little work.
     #[must_use]
     pub fn tick_need(&self) -> PendingTickWork {
@@ -86,8 +86,8 @@ impl PerfCore {
     }
 
     /// Returns the time, on [`crate::PerfCoreConfig::clock`], at which [`PerfCore::rotate`] is due,
-    /// if groups share slots. Under [`crate::mux::MuxPolicy::Adaptive`] the intervals are
-    /// irregular. Under rotation this is the time of the next tick.
+    /// or `None` if no groups share slots. Under [`crate::mux::MuxPolicy::Adaptive`] the intervals
+    /// are irregular. Under [`crate::mux::MuxPolicy::Rotate`], returns the time of the next tick.
     #[must_use]
     pub fn next_turn_ns(&self) -> Option<u64> {
         let vcpus = self.inner.vcpus.load();
@@ -99,8 +99,8 @@ impl PerfCore {
         first.into_iter().chain(vm).min()
     }
 
-    /// Performs the rotation part of [`PerfCore::tick`], for timers that follow
-    /// [`PerfCore::next_turn_ns`].
+    /// Rotates the groups that share slots, as [`PerfCore::tick`] does. For a VMM with a separate
+    /// timer that expires at [`PerfCore::next_turn_ns`].
     pub fn rotate(&self) {
         for vcpu in self.inner.vcpus.load().iter() {
             let cell = vcpu.cell.load();
@@ -111,8 +111,9 @@ impl PerfCore {
         self.inner.vm.lock().rotate(now_ns);
     }
 
-    /// Changes the slot sharing policy, effective immediately and for vCPUs added later. Under
-    /// [`crate::SharePolicy::Strict`], open events stay open and only new events are rejected.
+    /// Changes the slot sharing policy, for existing vCPUs immediately and for vCPUs that are added
+    /// later. Under [`crate::SharePolicy::Strict`], open events stay open and only new events are
+    /// rejected.
     pub fn set_share(&self, share: SharePolicy) {
         let _topology = self.inner.topology();
         self.inner.limits.set_share(share);
@@ -131,14 +132,14 @@ impl PerfCore {
         self.inner.limits.share()
     }
 
-    /// Returns statistics of a vCPU context, or `None` if there is no such vCPU.
+    /// Returns the statistics of the context of `vcpu`, or `None` if there is no such vCPU.
     #[must_use]
     pub fn vcpu_stats(&self, vcpu: VcpuId) -> Option<ContextStats> {
         let vcpus = self.inner.vcpus.load();
         vcpus.iter().find(|v| v.id() == vcpu).map(|v| v.stats())
     }
 
-    /// Returns statistics of the VM context.
+    /// Returns the statistics of the VM context.
     #[must_use]
     pub fn vm_stats(&self) -> ContextStats {
         self.inner.vm.lock().stats()

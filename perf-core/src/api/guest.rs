@@ -8,15 +8,15 @@ use crate::service::sideband::write_to;
 /// A named range of guest memory, for MMAP records.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct GuestMapping<'a> {
-    /// Guest address of the first byte.
+    /// Guest address of the first byte of the mapping.
     pub start: u64,
-    /// Length, in bytes.
+    /// Length of the mapping, in bytes.
     pub len: u64,
-    /// Offset of the first byte in the mapped file, in bytes.
+    /// Offset of the mapping in the mapped file, in bytes.
     pub pgoff: u64,
-    /// Name, such as a file path or `[guest.kernel.kallsyms]`.
+    /// Name of the mapping, such as a file path or `[guest.kernel.kallsyms]`.
     pub name: &'a [u8],
-    /// `true` for code that runs at CPL 0.
+    /// `true` if the mapping contains code that runs at CPL 0.
     pub kernel: bool,
 }
 

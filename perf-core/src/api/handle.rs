@@ -66,8 +66,8 @@ impl HandleInner {
         self.core.opened.remove(self.event.shared.id);
     }
 
-    /// Closes the event like [`HandleInner::close`], but without acquiring the topology lock,
-    /// because the failed open that calls this method already holds it.
+    /// Closes the event like [`HandleInner::close`], but for a caller that already holds the
+    /// topology lock: a [`crate::PerfCore::open`] that fails.
     pub fn undo_open(&self) {
         self.closed.store(true, Ordering::Release);
         self.release();
@@ -81,13 +81,13 @@ impl EventHandle {
         self.inner.event.shared.id
     }
 
-    /// Returns the attributes that the event was opened with.
+    /// Returns the attributes with which the event was opened.
     #[must_use]
     pub fn attr(&self) -> &Attr {
         &self.inner.event.shared.attr
     }
 
-    /// Returns the state of the event, or [`EventState::Off`] after it was closed. The state of an
+    /// Returns the state of the event. A closed event is [`EventState::Off`]. The state of an
     /// enabled family (a VM-wide event with children) is inactive, although its children may be
     /// active.
     #[must_use]
@@ -99,7 +99,7 @@ impl EventHandle {
             .map_or(EventState::Off, |e| e.state)
     }
 
-    /// Closes the event before its handle is dropped. Later calls return
+    /// Closes the event while the handle still exists. Later calls through the handle return
     /// [`crate::ControlError::Closed`].
     pub fn close(&self) {
         self.inner.close();
@@ -117,7 +117,8 @@ impl EventHandle {
 }
 
 impl EventHandle {
-    /// Returns the cause and time of the error state, or `None` if the event is not in that state.
+    /// Returns the reason and time of the event's failure if the event is in the error state,
+    /// otherwise `None`.
     #[must_use]
     pub fn failure(&self) -> Option<EventFailure> {
         let event = &self.inner.event;

@@ -10,12 +10,11 @@ use crate::model::keys::EventKey;
 use crate::model::state::EventState;
 use crate::service::error::ControlError;
 
-/// Error text for events that belong to another context, and for families (VM-wide events with
-/// children).
+/// Error text for an event of another context, or for a family (a VM-wide event with children).
 const FOREIGN_EVENT: &str = "events of one vCPU, none of them a family";
 
-/// A locked event context. Calls through this guard for events of that context need no further
-/// locking.
+/// The locked context of an event. Calls through this guard for events of the same context do not
+/// acquire the lock again.
 ///
 /// While this guard is alive, the same thread must not call methods of these events' handles,
 /// because such a call would deadlock.
@@ -33,7 +32,7 @@ impl std::fmt::Debug for LockedContext<'_> {
 }
 
 impl EventHandle {
-    /// Locks the context of the event.
+    /// Locks the context that contains the event.
     #[must_use]
     pub fn hold(&self) -> LockedContext<'_> {
         let cell = &*self.inner.event.cell;
@@ -45,7 +44,8 @@ impl EventHandle {
 }
 
 impl LockedContext<'_> {
-    /// Returns the key of an event that is open and belongs to this context.
+    /// Returns the key of the event of `handle`, or an error if the event is closed, is a family or
+    /// belongs to another context.
     fn key(&mut self, handle: &EventHandle) -> Result<EventKey, ControlError> {
         let event = &handle.inner.event;
         if !std::ptr::eq(&raw const *event.cell, self.cell) || handle.is_family() {
@@ -75,12 +75,11 @@ impl LockedContext<'_> {
         Ok(count)
     }
 
-    /// Pauses the event and returns its count.
+    /// Pauses counting of the event and returns its count.
     ///
-    /// The event remains scheduled: it keeps its slot and its times advance. A pair of `pause` and
-    /// [`LockedContext::go_on`] costs a fraction of [`EventHandle::stop`] and
-    /// [`EventHandle::start`]. The pause also ends when the event is scheduled out and in again for
-    /// another reason.
+    /// A paused event remains scheduled: it keeps its slot, and its times advance. Pausing an event
+    /// and resuming it with [`LockedContext::go_on`] is much cheaper than [`EventHandle::stop`] and
+    /// [`EventHandle::start`]. The event also resumes when the core schedules it out and in again.
     ///
     /// # Errors
     ///
@@ -91,11 +90,11 @@ impl LockedContext<'_> {
         Ok(self.context.pause(key))
     }
 
-    /// Resumes a paused event.
+    /// Resumes an event that was paused with [`LockedContext::pause`].
     ///
-    /// `overflow_in` receives the count and returns the number of further counts until the next
-    /// overflow, or `None` to leave the overflow point unchanged. An event that is no longer
-    /// scheduled is not resumed, and the inner `Err` contains the cause.
+    /// `overflow_in` is called with the event's count. It returns the number of further counts
+    /// until the next overflow, or `None` to keep the current overflow point. If the event is no
+    /// longer scheduled, it is not resumed, and the inner result is `Err` with the cause.
     ///
     /// # Errors
     ///

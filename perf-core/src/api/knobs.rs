@@ -1,10 +1,10 @@
-//! Settings that can be changed at run time.
+//! Settings of the core that can be changed at run time.
 
 use std::sync::atomic::Ordering;
 
 use crate::service::core::PerfCore;
 
-/// A setting that can be read and changed as text at run time.
+/// A setting of the core that can be read and changed at run time, as text.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum RuntimeSetting {
     /// [`crate::PerfCoreConfig::paranoid`], from -1 to 2.
@@ -20,19 +20,19 @@ pub enum RuntimeSetting {
     Overcommit,
 }
 
-/// An invalid value for a [`RuntimeSetting`] (`EINVAL`).
+/// Error of [`PerfCore::set_knob`]: an invalid value for a [`RuntimeSetting`] (`EINVAL`).
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("invalid value {text:?}: must be {expected}")]
 pub struct TunableError {
-    /// Rejected text.
+    /// Text that was rejected.
     pub text: String,
-    /// Description of the valid values.
+    /// Description of the values that the setting accepts.
     pub expected: String,
 }
 
 impl PerfCore {
-    /// Returns a setting as decimal text with a newline, in the format of the kernel's sysctl
-    /// files.
+    /// Returns the value of a setting as decimal text with a newline, in the format of the kernel's
+    /// sysctl files.
     #[must_use]
     pub fn knob(&self, knob: RuntimeSetting) -> String {
         let limits = &self.inner.limits;
@@ -49,12 +49,12 @@ impl PerfCore {
         format!("{value}\n")
     }
 
-    /// Changes a setting. Surrounding whitespace is ignored.
+    /// Changes a setting to the number in `text`, ignoring surrounding whitespace.
     ///
     /// # Errors
     ///
-    /// Returns a [`TunableError`] if `text` is not a number or is out of range. The setting is then
-    /// unchanged.
+    /// Returns a [`TunableError`] if `text` is not a number or the number is out of range. The
+    /// setting is then unchanged.
     #[expect(
         clippy::cast_possible_truncation,
         clippy::cast_sign_loss,

@@ -1,4 +1,4 @@
-//! Rings of event handles: mapping, output redirection and polling.
+//! Rings of events: mapping, output redirection and polling.
 
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
@@ -12,7 +12,7 @@ use crate::service::core::PerfCore;
 use crate::service::error::{ControlError, MapError};
 
 impl PerfCore {
-    /// Returns the number of ring memory pages currently charged to user `uid`.
+    /// Returns the number of pages of ring memory that are currently charged to user `uid`.
     #[must_use]
     pub fn ring_pages(&self, uid: u32) -> u64 {
         self.inner.locked.pages_of(uid)
@@ -20,13 +20,14 @@ impl PerfCore {
 }
 
 impl EventHandle {
-    /// Attaches a ring of one control page and `data_pages` data pages (0 or a power of two), and
-    /// returns it. Repeated calls with the same size return the same ring.
+    /// Attaches a ring with one control page and `data_pages` data pages (0 or a power of two) to
+    /// the event, and returns the ring. Repeated calls with the same size return the same ring.
     ///
-    /// If `writable`, the reader advances `data_tail`, and records that do not fit are dropped and
-    /// reported as lost. Otherwise the oldest records are overwritten, as in a flight recorder. To
-    /// read the newest records, pause the output ([`EventHandle::pause_output`]) and create a new
-    /// [`crate::ring::RingReader`]. The first mapping determines the mode.
+    /// With `writable`, the reader advances `data_tail`, and records that do not fit in the ring
+    /// are dropped and reported as lost. Otherwise new records overwrite the oldest ones, as in a
+    /// flight recorder. To read the newest records, pause the output
+    /// ([`EventHandle::pause_output`]) and create a new [`crate::ring::RingReader`]. The first call
+    /// determines the mode.
     ///
     /// The memory is charged to the session's user as long as the ring is referenced, for example
     /// by a client that holds its memfd.
@@ -93,9 +94,9 @@ impl EventHandle {
         Ok(ring)
     }
 
-    /// Reverts one call of [`EventHandle::map`]. Reverting the last outstanding call detaches the
-    /// ring, and readers that still reference the ring receive no further records. Returns `false`
-    /// if there was no mapping to revert.
+    /// Reverts one call of [`EventHandle::map`]. The ring is detached from the event when all calls
+    /// are reverted. Its readers then receive no further records. Returns `false` if there was no
+    /// call to revert.
     pub fn unmap(&self) -> bool {
         let event = &self.inner.event;
         let _topology = self.inner.core.topology();
@@ -114,8 +115,8 @@ impl EventHandle {
         true
     }
 
-    /// Redirects the records of this event to the ring of `target`, or with `None` back to its own
-    /// ring.
+    /// Redirects the records of this event to the ring of `target`. With `None`, the event writes
+    /// to its own ring again.
     ///
     /// Redirections cannot be chained: the target must not be redirected, and no other event may
     /// write to this event's ring. An event with its own ring cannot be redirected. If `target` is
@@ -138,8 +139,8 @@ impl EventHandle {
     }
 
     /// Pauses or resumes output to the ring of the event (`PERF_EVENT_IOC_PAUSE_OUTPUT`). The event
-    /// continues to count. Records of all events that write to the ring are counted as lost during
-    /// the pause.
+    /// continues to count. While the ring is paused, the records of all events that write to it are
+    /// counted as lost.
     ///
     #[cfg_attr(feature = "sim", doc = "```")]
     #[cfg_attr(not(feature = "sim"), doc = "```ignore")]
@@ -172,7 +173,7 @@ impl EventHandle {
     }
 
     /// Returns the number of records of the event and its children that were lost because the ring
-    /// was full or paused (`PERF_FORMAT_LOST`). No call resets this number.
+    /// was full or paused (`PERF_FORMAT_LOST`). This number is never reset.
     #[must_use]
     pub fn lost_records(&self) -> u64 {
         self.inner.event.shared.lost.load(Ordering::Relaxed)
@@ -184,8 +185,8 @@ impl EventHandle {
     }
 
     /// Returns and clears the poll state. Call this method when [`EventHandle::poll_fd`] becomes
-    /// readable. Returns [`PollState::HUP`] if the event has no ring to write to, or if it reached
-    /// its overflow limit and was disabled.
+    /// readable. The result contains [`PollState::HUP`] if the event has no ring to write to, or if
+    /// the event reached its overflow limit and was disabled.
     #[must_use]
     pub fn poll(&self) -> PollState {
         let mut poll = self.inner.event.shared.notify.take();
@@ -201,10 +202,11 @@ impl EventHandle {
     }
 
     /// Returns a descriptor that becomes readable when the poll state is set: the descriptor of the
-    /// ring, or of the event itself if it has no ring. The latter is signaled at every overflow.
+    /// ring, or of the event itself if it has no ring. Without a ring, the descriptor becomes
+    /// readable at every overflow.
     ///
-    /// The caller owns the descriptor. Request a new one after mapping or redirecting, because the
-    /// descriptor of a former ring no longer becomes readable.
+    /// The caller owns the descriptor. Call this method again after mapping a ring or redirecting
+    /// the output, because the descriptor of the previous ring no longer becomes readable.
     ///
     /// # Errors
     ///

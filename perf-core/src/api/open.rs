@@ -16,11 +16,11 @@ use crate::service::error::OpenError;
 use crate::service::open_events::{EventLinks, EventRef};
 use crate::service::placement::Placement;
 
-/// Target of an event.
+/// The vCPU, thread, CPU or VM that an event counts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum OpenTarget {
-    /// One vCPU, or a host thread or host CPU, identified by its context number
-    /// ([`PerfCore::add_thread`], [`PerfCore::add_cpu`]).
+    /// One vCPU, or one host thread or host CPU that was added with [`PerfCore::add_thread`] or
+    /// [`PerfCore::add_cpu`] and is identified by its context number.
     Vcpu(VcpuId),
     /// The whole VM. If the driver counts per vCPU, a child event is created on each existing vCPU
     /// and, with [`Attr::inherit`], on each vCPU that is added later.
@@ -30,10 +30,11 @@ pub enum OpenTarget {
 /// Flags of [`PerfCore::open`].
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct OpenFlags {
-    /// Uses the `group` argument of [`PerfCore::open`] only as the output target; the event does
-    /// not join that group.
+    /// Makes the event not join the group of the `group` argument of [`PerfCore::open`]. The
+    /// argument then only selects the ring for [`OpenFlags::output`].
     pub no_group: bool,
-    /// Number under which overflows are reported to the VMM ([`crate::OverflowReport::cookie`]).
+    /// Number by which the VMM identifies the event in overflow reports
+    /// ([`crate::OverflowReport::cookie`]), or `None` for no reports.
     pub cookie: Option<u64>,
     /// Writes records to the ring of the event given as the `group` argument of [`PerfCore::open`],
     /// like [`EventHandle::set_output`].
@@ -55,7 +56,7 @@ impl OpenFlags {
         }
     }
 
-    /// Converts the flags of `perf_event_open(2)`.
+    /// Converts the `flags` argument of `perf_event_open(2)`.
     ///
     /// # Errors
     ///
@@ -78,10 +79,9 @@ impl OpenFlags {
 impl PerfCore {
     /// Opens an event for `session`.
     ///
-    /// If `group` is given, the event joins the group led by the event of that handle, which must
-    /// be a leader in the same context. The event starts counting immediately unless
-    /// [`Attr::disabled`] is set. An event that cannot be scheduled yet is not an error (see
-    /// [`crate::EventState`]).
+    /// If `group` is given, the event joins the group of that event, which must be a group leader
+    /// in the same context. The event starts counting immediately unless [`Attr::disabled`] is set.
+    /// An event that cannot be scheduled yet is not an error (see [`crate::EventState`]).
     ///
     /// # Errors
     ///

@@ -7,10 +7,10 @@ use crate::service::core::VcpuContext;
 use crate::service::overflow::RaisedEvent;
 
 impl VcpuContext {
-    /// Raises software event `id` on this vCPU `n` times. The event can be sampled only if `regs`
-    /// is given.
+    /// Raises software event `id` on this vCPU `n` times. Samples are taken only if `regs` is
+    /// given.
     ///
-    /// Reports overflows of events with a cookie to `sink`, which is called without any lock held.
+    /// Calls `sink`, without any lock held, for each event with a cookie that overflows.
     #[inline]
     pub fn software_event(
         &self,

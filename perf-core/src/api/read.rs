@@ -22,19 +22,19 @@ use crate::time::TimeTotals;
 pub struct Reading {
     /// Event count, summed over all children.
     pub value: u64,
-    /// Time for which the event was enabled while its context was scheduled in, in nanoseconds,
-    /// summed over all children.
+    /// Time enabled: the time for which the event was enabled while its context was scheduled in,
+    /// in nanoseconds, summed over all children.
     pub time_enabled_ns: u64,
-    /// Time for which the event was counting, in nanoseconds, summed over all children.
+    /// Time running: the time for which the event was counting, in nanoseconds, summed over all
+    /// children.
     pub time_running_ns: u64,
-    /// ID of the event.
+    /// ID of the event that was read.
     pub id: u64,
 }
 
 impl Reading {
-    /// Returns the count multiplied by the time enabled and divided by the time running. Returns
-    /// `None` if the event never ran, in which case it was not counted and no number may be
-    /// displayed.
+    /// Returns the count scaled to the whole time enabled (count × time enabled / time running), or
+    /// `None` if the event never ran. Without running time the count is unknown, not zero.
     #[must_use]
     pub fn estimate(&self) -> Option<u64> {
         linear(self.value, self.time_enabled_ns, self.time_running_ns)
@@ -60,14 +60,14 @@ impl Reading {
 }
 
 /// The contribution of one vCPU to a VM-wide event, including the counts of children that have
-/// exited.
+/// exited on this vCPU.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct VcpuReading {
     /// ID of the vCPU, which may have been removed.
     pub vcpu: VcpuId,
     /// Count and times on this vCPU.
     pub reading: Reading,
-    /// Estimated count on this vCPU, or `None` if the event was not counted there.
+    /// Estimate of the full count on this vCPU, or `None` if the event was not counted on the vCPU.
     pub estimate: Option<Estimate>,
 }
 
@@ -98,10 +98,10 @@ impl EventRef {
 }
 
 impl EventHandle {
-    /// Reads the event. On the vCPU's own thread, the cost is one context lock, one driver read and
-    /// some arithmetic. For a family (a VM-wide event with children), all vCPUs are read. An event
-    /// in the error state returns its last value. Use [`EventHandle::state`] or
-    /// [`EventHandle::read_bytes`] to detect this state.
+    /// Reads the event. On the vCPU's own thread, this takes one context lock and one driver read.
+    /// For a family (a VM-wide event with children), all vCPUs are read. An event in the error
+    /// state returns its last value. Use [`EventHandle::state`] or [`EventHandle::read_bytes`] to
+    /// detect this state.
     ///
     /// # Errors
     ///
@@ -111,10 +111,10 @@ impl EventHandle {
         Ok(Reading::new(totals, self.id()))
     }
 
-    /// Estimates the count over the whole time enabled, with a standard error, from the rates in
-    /// the time slices in which the event ran. For a family (a VM-wide event with children),
-    /// returns the sum over its vCPUs. Returns `None` if the event was not counted, or if a family
-    /// was enabled but not counted on some vCPU.
+    /// Estimates the count over the whole time enabled, with a standard error. The estimate is
+    /// interpolated from the time slices in which the event ran. For a family (a VM-wide event with
+    /// children), returns the sum over its vCPUs. Returns `None` if the event was not counted, or
+    /// if a family was enabled but not counted on some vCPU.
     ///
     /// # Errors
     ///
@@ -137,7 +137,7 @@ impl EventHandle {
     }
 
     /// Returns the contribution of each vCPU to a VM-wide event in order of vCPU number, including
-    /// removed vCPUs. Empty for all other events.
+    /// removed vCPUs. The result is empty for all other events.
     ///
     /// The contributions add up to the result of [`EventHandle::read`] as long as no event is
     /// counting. Each vCPU is read under its own lock, so the contributions of running vCPUs are
@@ -178,8 +178,8 @@ impl EventHandle {
         own || children.any(|child| child.cell.lock().events[child.key].state == EventState::Error)
     }
 
-    /// Reads only the count of an event on one context. Cheaper than [`EventHandle::read`], because
-    /// the clock is not read.
+    /// Reads only the count of an event, without its times. Cheaper than [`EventHandle::read`],
+    /// because the clock is not read.
     ///
     /// # Errors
     ///
@@ -202,8 +202,8 @@ impl EventHandle {
     }
 
     /// Returns the age of the last value of a package count (a driver's single count for the whole
-    /// VM), in nanoseconds. Returns `None` for an event that counts directly and always returns a
-    /// current value. See [`crate::PmuEvent::count_age_ns`].
+    /// VM), in nanoseconds. Returns `None` for all other events, whose values are always current.
+    /// See [`crate::PmuEvent::count_age_ns`].
     ///
     /// # Errors
     ///
@@ -231,7 +231,7 @@ impl EventHandle {
             .collect())
     }
 
-    /// Reads all group members, each with its number of lost records.
+    /// Reads each member of the event's group, together with the member's number of lost records.
     fn read_members(&self) -> Result<SmallVec<[(Reading, u64); 8]>, ControlError> {
         let event = &self.inner.event;
         if !self.is_family() {

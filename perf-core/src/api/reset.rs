@@ -1,22 +1,22 @@
-//! Guest resets, which enable events that have [`crate::Attr::enable_on_exec`] set.
+//! Guest resets, which enable the events with [`crate::Attr::enable_on_exec`].
 
 use crate::context::ContextCell;
 use crate::model::keys::EventKey;
 use crate::service::core::{PerfCore, VcpuContext};
 
 impl VcpuContext {
-    /// Handles a reset of this vCPU. Enables, once, the events with [`crate::Attr::enable_on_exec`]
-    /// that are off or in the error state, whether they are group leaders or siblings. Use
-    /// [`PerfCore::vm_reset`] for a reset of the whole machine.
+    /// Handles a reset of this vCPU. Enables the events with [`crate::Attr::enable_on_exec`] that
+    /// are off or in the error state, whether they are group leaders or siblings. Later resets do
+    /// not enable these events again. Use [`PerfCore::vm_reset`] for a reset of the whole machine.
     pub fn exec(&self) {
         exec(&self.cell.load());
     }
 }
 
 impl PerfCore {
-    /// Handles a reset of the machine. Enables, once, the events with
-    /// [`crate::Attr::enable_on_exec`] in the VM context and on all vCPUs. A VM-wide event is
-    /// enabled as a whole and therefore also counts on vCPUs that are added later.
+    /// Handles a reset of the machine. Enables the events with [`crate::Attr::enable_on_exec`] in
+    /// the VM context and on all vCPUs. Later resets do not enable these events again. A VM-wide
+    /// event is enabled as a whole and therefore also counts on vCPUs that are added later.
     ///
     #[cfg_attr(feature = "sim", doc = "```")]
     #[cfg_attr(not(feature = "sim"), doc = "```ignore")]

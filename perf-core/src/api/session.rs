@@ -1,4 +1,4 @@
-//! Sessions of operators and the guest, which own their events.
+//! Sessions, which own the events that an operator or the guest opens.
 
 use std::sync::{Arc, Weak};
 
@@ -16,7 +16,7 @@ pub struct Session {
 
 pub(crate) struct SessionInner {
     pub user: User,
-    /// Events of this session, in the order of opening.
+    /// Handles of the events that this session opened, in the order of opening.
     pub owned: Lock<Vec<Weak<HandleInner>>>,
 }
 
@@ -62,8 +62,8 @@ impl Drop for Session {
 
 impl PerfCore {
     /// Checks whether `session` may sample with the settings of `attr`. [`PerfCore::open`] performs
-    /// the same check first. Use this method for samples that the host kernel takes without an
-    /// event of the core.
+    /// the same check. Call this method before the host kernel takes samples without an event of
+    /// the core.
     ///
     /// # Errors
     ///

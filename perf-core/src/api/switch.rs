@@ -1,10 +1,11 @@
 //! Switching of a host thread between vCPUs without reprogramming the PMU.
 //!
-//! A VMM may run several vCPUs on one host thread. The driver events of both vCPUs then count that
-//! thread. If both vCPUs have the same inherited events and no others, switching only swaps the two
-//! contexts: running events continue and count for the other vCPU. The totals of the families
-//! (VM-wide events with their children) do not change. Events with [`crate::Attr::inherit_stat`]
-//! also swap their counts and times, which therefore stay with their vCPU.
+//! A VMM may run several vCPUs on one host thread. The driver events of all these vCPUs then count
+//! that thread. If two vCPUs have the same inherited events and no other events, a switch between
+//! them only swaps their contexts: running events are not stopped, and count for the next vCPU from
+//! then on. The totals of the families (VM-wide events with their children) do not change. Events
+//! with [`crate::Attr::inherit_stat`] also swap their counts and times, so that each vCPU keeps its
+//! own.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -29,8 +30,8 @@ impl Drop for ContextPin {
 }
 
 impl VcpuContext {
-    /// Switches the current thread from this vCPU to `next`, equivalent to
-    /// [`VcpuContext::sched_out`] on this vCPU and [`VcpuContext::sched_in`] on `next`.
+    /// Switches the current thread from this vCPU to `next`, like [`VcpuContext::sched_out`] on
+    /// this vCPU followed by [`VcpuContext::sched_in`] on `next`.
     ///
     /// Returns `true` if the contexts were swapped without stopping or starting any event, which
     /// requires that both vCPUs run on the same thread and have the same inherited events.
@@ -103,8 +104,9 @@ impl VcpuContext {
     }
 }
 
-/// Returns `true` if two contexts contain only children of the same events: both were created from
-/// the same generation of VM-wide events, and no other event has been added to either.
+/// Returns `true` if two contexts can be swapped: they contain children of the same VM-wide events
+/// and no other events, and neither context is pinned ([`ContextPin`]) or belongs to a removed
+/// vCPU.
 fn equivalent(a: &Context, b: &Context) -> bool {
     a.clone_of.is_some() && a.clone_of == b.clone_of && a.pins == 0 && b.pins == 0 && !a.dead && !b.dead
 }

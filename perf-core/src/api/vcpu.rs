@@ -1,4 +1,4 @@
-//! Calls for the thread of a vCPU.
+//! Methods of [`VcpuContext`] that the thread of a vCPU calls.
 
 use std::sync::atomic::Ordering;
 
@@ -23,8 +23,8 @@ impl VcpuContext {
         self.tid
     }
 
-    /// Schedules the context in: its time advances and its events are scheduled on the PMU. Has no
-    /// effect if the context is already scheduled in.
+    /// Schedules the context in: starts its time and schedules its events on the PMU. Has no effect
+    /// if the context is already scheduled in.
     pub fn sched_in(&self) {
         let cell = self.cell.load();
         let now_ns = cell.now_ns();
@@ -34,12 +34,11 @@ impl VcpuContext {
         }
     }
 
-    /// Schedules the context out: its events leave the PMU and its time stops. The counts are then
-    /// final, and [`VcpuContext::service_overflows`] also handles overflows that have not been
-    /// notified yet.
+    /// Schedules the context out: stops its events and its time. [`VcpuContext::service_overflows`]
+    /// afterwards handles all overflows, including those for which no signal has arrived yet.
     ///
-    /// Raises [`SoftwareEventId::ContextSwitches`] first, so that the events of the context can
-    /// still count it.
+    /// Raises [`SoftwareEventId::ContextSwitches`] first, so that the events of this context still
+    /// count the context switch.
     pub fn sched_out(&self) {
         self.software_event(SoftwareEventId::ContextSwitches, 1, None, &mut |_| {});
         self.record_switch(true);
@@ -65,30 +64,30 @@ impl VcpuContext {
         cell.lock().sched_out(now_ns);
     }
 
-    /// Performs [`crate::PerfCore::tick`] for this context only.
+    /// Performs the work of [`crate::PerfCore::tick`] for this context only.
     pub fn tick(&self) {
         if let Some(core) = self.core.upgrade() {
             core.tick(&self.cell.load(), 1);
         }
     }
 
-    /// Returns statistics of the context.
+    /// Returns the statistics of this context.
     #[must_use]
     pub fn stats(&self) -> ContextStats {
         self.cell.load().lock().stats()
     }
 
-    /// Returns the number of times that an event of this vCPU entered the error state. The number
-    /// stays with the vCPU when contexts are swapped. The VMM compares it with the previous value
-    /// at each VM entry to detect that a guest counter has lost its slot
-    /// ([`VcpuContext::take_errors`]). Costs one load.
+    /// Returns the number of times that an event of this vCPU entered the error state.
+    /// [`VcpuContext::switch_to`] does not move this number to another vCPU. The VMM compares it
+    /// with the previous value at each VM entry to detect that a guest counter has lost its slot
+    /// (see [`VcpuContext::take_errors`]). Costs one load.
     #[must_use]
     pub fn errors(&self) -> u64 {
         self.errors.load(Ordering::Acquire)
     }
 
-    /// Returns `true` if an event entered the error state since the last call. Intended for the
-    /// vCPU thread, at each VM entry and after it enables an event.
+    /// Returns `true` if an event of this vCPU entered the error state since the last call. The
+    /// vCPU's thread calls this method at each VM entry and after it enables an event.
     pub fn take_errors(&self) -> bool {
         let errors = self.errors();
         let unseen = self.handled_errors.load(Ordering::Relaxed) != errors;
@@ -98,8 +97,8 @@ impl VcpuContext {
         unseen
     }
 
-    /// Returns the context time: nanoseconds for which the context was scheduled in. Event times
-    /// are based on it.
+    /// Returns the context time: the time for which the context was scheduled in, in nanoseconds.
+    /// The time enabled and time running of events are measured in context time.
     #[must_use]
     pub fn time_ns(&self) -> u64 {
         let cell = self.cell.load();
@@ -107,7 +106,7 @@ impl VcpuContext {
         cell.lock().clock.advance(now_ns)
     }
 
-    /// Asks the drivers whether running events still hold their counters, with at most one system
+    /// Checks whether running events still hold their hardware counters. Takes at most one system
     /// call per hardware event. Events that lost their counter enter the error state or wait for
     /// the next rotation. [`crate::PerfCore::tick`] calls this method periodically.
     pub fn look(&self) {
@@ -116,14 +115,13 @@ impl VcpuContext {
         cell.lock().look(now_ns);
     }
 
-    /// Services the overflows of this context: accounts them, writes SAMPLE records, and reports
-    /// overflows of events with a cookie. Call this method after an overflow signal. A call without
-    /// a signal costs one driver call per armed event. Does not allocate.
+    /// Services the overflows of this context: accounts for them, writes SAMPLE records, and calls
+    /// `sink` for each event with a cookie that overflowed. Call this method after an overflow
+    /// signal. A call without a signal costs one driver call per armed event. Does not allocate.
     ///
-    /// `sink` is called without any lock held and may use handles.
+    /// No lock is held while `sink` is called, so `sink` may call methods of event handles.
     ///
-    /// Returns the number of events that overflowed. 0 means that the signal had a different cause
-    /// and may belong to another consumer.
+    /// Returns the number of events that overflowed. 0 means that the signal had a different cause.
     pub fn service_overflows(&self, regs: &mut dyn SampleRegs, sink: &mut dyn FnMut(OverflowReport)) -> u32 {
         let Some(core) = self.core.upgrade() else { return 0 };
         overflow::service(&core, &self.cell.load(), regs, sink)

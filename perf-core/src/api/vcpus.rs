@@ -1,4 +1,4 @@
-//! Addition and removal of vCPU, thread and CPU contexts.
+//! Addition and removal of contexts for vCPUs, other host threads and host CPUs.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -23,9 +23,9 @@ impl PerfCore {
         self.add_vcpu_recorded_as(vcpu, tid, tid.cast_unsigned())
     }
 
-    /// Adds a vCPU like [`PerfCore::add_vcpu`], but records contain `record_tid` as the ID of its
-    /// thread. A thread in a PID namespace has a different ID outside the namespace, where the
-    /// readers run.
+    /// Adds a vCPU like [`PerfCore::add_vcpu`], but with `record_tid` as the thread ID in records.
+    /// Use this method for a VMM in a PID namespace, because a thread has a different ID outside
+    /// the namespace, where the readers of the records run.
     ///
     /// # Errors
     ///
@@ -91,8 +91,9 @@ impl PerfCore {
     /// Its events count that thread between [`VcpuContext::sched_in`] and
     /// [`VcpuContext::sched_out`]. VM-wide events do not count on it.
     ///
-    /// The context gets the first free number from [`PerfCore::FIRST_THREAD`] on, which is used as
-    /// the target of events and in samples. Remove the context like a vCPU.
+    /// The context number is the first free number from [`PerfCore::FIRST_THREAD`] on. It
+    /// identifies the context in [`crate::OpenTarget::Vcpu`] and in samples. Remove the context
+    /// with [`PerfCore::remove_vcpu`].
     ///
     /// # Errors
     ///
@@ -121,14 +122,14 @@ impl PerfCore {
     /// Adds a context for host CPU `cpu`. Its events count all code on that CPU, if the driver
     /// supports CPU targets (`host`).
     ///
-    /// The context number is [`PerfCore::FIRST_CPU`] plus `cpu`. Remove the context like a vCPU.
-    /// The context is always scheduled in, so its time is that of the clock. VM-wide events do not
-    /// count on it. Its samples contain the CPU number, and -1 as process and thread ID, which are
-    /// unknown.
+    /// The context number is [`PerfCore::FIRST_CPU`] plus `cpu`. Remove the context with
+    /// [`PerfCore::remove_vcpu`]. The context is always scheduled in, so its time never stops.
+    /// VM-wide events do not count on it. Its samples contain the CPU number, and -1 as process and
+    /// thread ID, because the core does not know which thread was running.
     ///
-    /// Opening an event on it requires the admin role if paranoid is greater than 0. The host
-    /// kernel requires `CAP_PERFMON`, or a `kernel.perf_event_paranoid` of 0 or less. The overflow
-    /// signal of the driver is sent to the thread that opens the event.
+    /// Opening an event on the context requires the admin role if paranoid is greater than 0. The
+    /// host kernel requires `CAP_PERFMON`, or a `kernel.perf_event_paranoid` of 0 or less. The
+    /// overflow signal of the driver is sent to the thread that opens the event.
     ///
     #[cfg_attr(feature = "host", doc = "```")]
     #[cfg_attr(not(feature = "host"), doc = "```ignore")]
@@ -166,12 +167,13 @@ impl PerfCore {
         Ok(context)
     }
 
-    /// Removes a vCPU. All its events are scheduled out. The counts of inherited events are added
-    /// to their parents, and the handles of events opened on the vCPU keep the last value.
+    /// Removes a vCPU. Schedules out all events of the vCPU. Adds the counts of inherited events to
+    /// their parents. The handles of events that were opened on this vCPU keep returning the last
+    /// value.
     ///
-    /// Elapsed periods without a sample are reported as lost, with one LOST record per event. To
-    /// sample them instead, call [`VcpuContext::sched_out`] and [`VcpuContext::service_overflows`]
-    /// first.
+    /// Overflows that were not serviced before the removal are reported as lost, with one LOST
+    /// record per event. To write their samples instead, call [`VcpuContext::sched_out`] and
+    /// [`VcpuContext::service_overflows`] first.
     ///
     /// # Errors
     ///
@@ -218,8 +220,8 @@ mod tests {
         _session: Session,
     }
 
-    /// Creates a vCPU with an event of period 100 and a count of 350, without servicing any
-    /// overflow.
+    /// Creates a vCPU with a sampling event of period 100 that has 350 counts, so that three
+    /// overflows are not serviced yet.
     fn sampled() -> Sampled {
         let core = PerfCore::new(PerfCoreConfig::default());
         let pmu = Arc::new(SimPmu::with_slots(2));
@@ -247,7 +249,8 @@ mod tests {
         }
     }
 
-    /// Returns the sample periods in a ring and the sum of its LOST records.
+    /// Returns the periods of the samples in a ring, and the sum of the lost counts in LOST
+    /// records.
     fn samples_and_lost(reader: &mut RingReader) -> (Vec<u64>, u64) {
         let (mut periods, mut lost) = (Vec::new(), 0);
         while let Some(raw) = reader.next_record().unwrap() {
@@ -260,8 +263,7 @@ mod tests {
         (periods, lost)
     }
 
-    /// The count is final after `sched_out`, so all elapsed periods are sampled even if no overflow
-    /// was notified.
+    /// After `sched_out`, each elapsed period yields a sample, even if no overflow signal arrived.
     #[test]
     fn elapsed_periods_are_sampled_after_sched_out() {
         let mut s = sampled();
@@ -280,8 +282,8 @@ mod tests {
         assert_eq!((s.event.lost_records(), s.vcpu.stats().lost_samples), (1, 1));
     }
 
-    /// A full ring has no room for a LOST record. The number of lost samples is then carried over
-    /// to the next LOST record, so that each lost sample is counted once.
+    /// If a full ring has no space for a LOST record, the next LOST record includes the number of
+    /// samples lost before. Each lost sample is counted once.
     #[test]
     fn lost_sample_counts_once_in_full_ring() {
         let mut s = sampled();

@@ -1,4 +1,4 @@
-//! An event context with its lock and owner.
+//! An event context together with its lock, clock and owner.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
@@ -10,15 +10,15 @@ use crate::pmu::{PmuTarget, VcpuId};
 use crate::schedule::{MuxConfig, SharePolicy};
 use crate::time::Clock;
 
-/// Value of [`ContextCell::who`] for the VM context. Unambiguous, because no vCPU has both the
-/// highest number and thread ID -1.
+/// Value of [`ContextCell::who`] for the VM context. No vCPU has this value, because no thread has
+/// the ID -1.
 const VM: u64 = u64::MAX;
 
-/// Owner of a context, whose execution the events of the context count.
+/// Owner of a context: the VM, vCPU, thread or CPU that the events of the context count.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum ContextOwner {
     Vm,
-    /// A vCPU: its number, the ID of its host thread, and the ID of this thread in records.
+    /// A vCPU: its number, the ID of its host thread, and the thread ID that records contain.
     Vcpu(VcpuId, i32, u32),
     /// A host thread that need not run a vCPU.
     Thread(VcpuId, i32),
@@ -26,27 +26,28 @@ pub(crate) enum ContextOwner {
     Cpu(VcpuId, u32),
 }
 
-/// A context with its lock, clock and owner.
+/// An event context with its lock, clock and owner.
 ///
-/// Access does not involve the owning thread: any thread may lock the context. The lock is
-/// uncontended on the hot path of the vCPU thread. Readers and the timer hold it for the duration
-/// of a driver call.
+/// Any thread may lock the context, not only the vCPU's thread. The lock is usually free when the
+/// vCPU's thread takes it, because readers and the timer hold it only for the duration of a driver
+/// call.
 pub(crate) struct ContextCell {
     inner: Lock<Context>,
     cpu: Option<u32>,
-    /// ID of the vCPU's thread in records, 0 for a VM or CPU context.
+    /// Thread ID of the vCPU in records, or 0 for a VM or CPU context.
     record_tid: u32,
     /// `true` for a vCPU context, on which VM-wide events count.
     is_vcpu: bool,
     clock: Arc<dyn Clock>,
-    /// Owner: [`VM`], or the vCPU number in the upper half and the thread ID in the lower half.
+    /// Owner of the context: [`VM`], or the vCPU number in the upper half and the thread ID in the
+    /// lower half.
     pub who: AtomicU64,
-    /// Shared copy of [`Context::to_serve`].
+    /// Reference to [`Context::to_serve`], which can be read without the lock.
     pub to_serve: Arc<AtomicBool>,
-    /// Number of events in the context that count software events raised by the VMM. Readable
+    /// Number of events in the context that count software events raised by the VMM. Can be read
     /// without the lock.
     pub raised_events: AtomicUsize,
-    /// Events that were raised while the lock of the context was held.
+    /// Software events that were raised while another holder had locked the context.
     pub deferred: DeferredEvents,
 }
 
@@ -74,8 +75,8 @@ impl ContextCell {
         }
     }
 
-    /// Returns the context number and the host thread ID of the owner (-1 for a host CPU), or
-    /// `None` for the VM context.
+    /// Returns the number of the context and the host thread ID of its owner (-1 for a host CPU),
+    /// or `None` for the VM context.
     #[expect(
         clippy::cast_possible_truncation,
         reason = "the halves of the word are taken apart"
@@ -109,14 +110,14 @@ impl ContextCell {
         self.inner.try_lock()
     }
 
-    /// Updates [`ContextCell::raised_events`] from `context`. Call this method after events were
-    /// added or removed.
+    /// Updates [`ContextCell::raised_events`] from `context`. Call this method after adding or
+    /// removing events.
     pub fn publish_raised(&self, context: &Context) {
         let n = context.raised.iter().map(Vec::len).sum();
         self.raised_events.store(n, Ordering::Relaxed);
     }
 
-    /// Returns the ID of the vCPU's thread in records, or 0 for a VM or CPU context.
+    /// Returns the thread ID of the vCPU in records, or 0 for a VM or CPU context.
     pub fn record_tid(&self) -> u32 {
         self.record_tid
     }
@@ -127,7 +128,7 @@ impl ContextCell {
         self.is_vcpu
     }
 
-    /// Returns the host CPU of a CPU context.
+    /// Returns the host CPU of this context, or `None` if the context does not belong to a CPU.
     pub fn cpu(&self) -> Option<u32> {
         self.cpu
     }

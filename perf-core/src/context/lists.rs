@@ -1,5 +1,5 @@
-//! Maintenance of the lists of active events that overflow, are throttled or follow a frequency.
-//! Adding and removing an event takes constant time.
+//! Maintenance of a context's lists of active events: those that can overflow, those that are
+//! throttled and those with a target frequency. Adding and removing an event takes constant time.
 
 use std::sync::atomic::Ordering;
 
@@ -19,7 +19,8 @@ impl Context {
         });
     }
 
-    /// Removes an event from a list, if present. The last event of the list moves to its position.
+    /// Removes an event from a list, if present. The last event of the list moves to the free
+    /// position.
     pub fn remove_from_list(&mut self, list: EventList, key: EventKey) {
         let Some(at) = self.events[key].places.of(list).take() else {
             return;
@@ -31,8 +32,9 @@ impl Context {
         }
     }
 
-    /// Adds an active event that can overflow to the list of armed events and, if they apply, to
-    /// the lists of throttled events and of events with a frequency.
+    /// Adds an active event that can overflow to the list of armed events, to the list of throttled
+    /// events if it is throttled, and to the list of frequencies if its period adapts to a
+    /// frequency. Has no effect on any other event.
     pub fn add_to_lists(&mut self, key: EventKey) {
         let event = &mut self.events[key];
         if event.state != EventState::Active || !event.sampling.is_on() {
@@ -55,7 +57,7 @@ impl Context {
         }
     }
 
-    /// Queues an event with unserviced overflows.
+    /// Adds an event to the list of events with unserviced overflows.
     pub fn queue_pending(&mut self, key: EventKey) {
         if !self.pending.contains(&key) {
             self.pending.push(key);
@@ -63,15 +65,15 @@ impl Context {
         self.to_serve.store(true, Ordering::Release);
     }
 
-    /// Requests a new check for overflows if a driver event is armed, because such overflows are
-    /// only detected by polling.
+    /// Requests another search for overflows if a driver event is armed. The core detects driver
+    /// overflows only by such a search.
     pub fn request_service_if_armed(&self) {
         if !self.lists.of(EventList::Armed).is_empty() {
             self.to_serve.store(true, Ordering::Release);
         }
     }
 
-    /// Removes an event that is scheduled out from all lists.
+    /// Removes an event from all lists when it is scheduled out.
     pub fn remove_from_lists(&mut self, key: EventKey) {
         let armed = match self.events[key].source {
             Source::Driver(_) => EventList::Armed,
@@ -82,7 +84,7 @@ impl Context {
         }
     }
 
-    /// Suppresses overflows of the event until the next tick at which it is active.
+    /// Marks an event as throttled: its overflows are suppressed until the next tick.
     pub fn mark_throttled(&mut self, key: EventKey) {
         self.events[key].sampling.throttled = true;
         if self.events[key].state == EventState::Active {

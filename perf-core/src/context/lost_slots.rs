@@ -1,10 +1,10 @@
-//! Detection of events that should count but have lost their counter.
+//! Detection of active events that have lost their hardware counter.
 //!
 //! A pinned event fails if no slot is available, if its driver cannot start it, or if the host
-//! takes its counter away. The kernel reports the last case only as an end of file on the next
-//! read. Active events are therefore checked whenever they are read, and periodically with a rate
-//! limit ([`crate::VcpuContext::look`] and [`crate::PerfCore::tick`]). A multiplexed event waits
-//! for the next rotation instead of failing.
+//! takes its counter away. The kernel reports a counter that was taken away only as an end of file
+//! on the next read. Active events are therefore checked whenever they are read, and periodically
+//! with a rate limit ([`crate::VcpuContext::look`] and [`crate::PerfCore::tick`]). A multiplexed
+//! event waits for the next rotation instead of failing.
 //!
 //! The owner of an event detects a failure with [`crate::VcpuContext::errors`], which costs one
 //! load, and reads the cause with [`crate::EventHandle::failure`].
@@ -17,13 +17,13 @@ use crate::model::failure::EventFailureCause;
 use crate::model::keys::EventKey;
 use crate::model::state::EventState;
 
-/// Minimum time between two periodic checks, in nanoseconds. A check costs one system call per
-/// active hardware event.
+/// Minimum time between two periodic checks of a context for lost counters, in nanoseconds. A check
+/// costs one system call per active hardware event.
 const LOOK_INTERVAL_NS: u64 = 20_000_000;
 
 impl Context {
-    /// Asks the drivers whether the active events of all pools still count, with at most one system
-    /// call per event.
+    /// Checks whether the active hardware events still hold their counters. Takes at most one
+    /// system call per event.
     pub fn look(&mut self, now_ns: u64) {
         if !self.clock.is_active() {
             return;
@@ -50,15 +50,16 @@ impl Context {
         }
     }
 
-    /// Performs [`Context::look`] if enough time has passed since the last check.
+    /// Performs [`Context::look`], unless the last check was less than [`LOOK_INTERVAL_NS`] ago.
     pub fn look_periodically(&mut self, now_ns: u64) {
         if now_ns.saturating_sub(self.looked_ns) >= LOOK_INTERVAL_NS {
             self.look(now_ns);
         }
     }
 
-    /// Schedules out an event whose driver detected that the host took its counter away. Call this
-    /// method after a read. Cheap if the event still counts.
+    /// Schedules out the group of an active event if the driver has detected that the host took the
+    /// event's counter away. Call this method after a read of the event. Cheap if the event still
+    /// has its counter.
     #[inline]
     pub fn notice(&mut self, key: EventKey, now_ns: u64) {
         let event = &self.events[key];

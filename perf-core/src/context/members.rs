@@ -1,5 +1,5 @@
-//! Addition and removal of events, and group membership. The siblings of a removed leader form
-//! groups of their own.
+//! Addition of events to a context and its groups, and their removal. The siblings of a removed
+//! leader become leaders of their own groups.
 
 use super::Context;
 use crate::model::event::{Event, Source};
@@ -9,8 +9,8 @@ use crate::model::times::EventTimes;
 use crate::schedule::group::{Group, GroupClass};
 
 impl Context {
-    /// Adds an event to the group of event `leader`, or as the leader of a new group. Schedules the
-    /// event immediately if it is enabled and a slot is available.
+    /// Adds an event to the group of event `leader`, or with `None` as the leader of a new group.
+    /// Schedules the event immediately if it is enabled and a slot is available.
     pub fn add(&mut self, mut event: Event, leader: Option<EventKey>, now_ns: u64) -> EventKey {
         let pool = event.pool;
         let time = self.clock.advance(now_ns);
@@ -65,8 +65,8 @@ impl Context {
         key
     }
 
-    /// Schedules an event out and removes it. The siblings of a removed leader become leaders of
-    /// their own groups and keep their states.
+    /// Schedules an event out and removes it from the context. The siblings of a removed leader
+    /// become leaders of their own groups and keep their states.
     pub fn remove(&mut self, key: EventKey, now_ns: u64) -> Event {
         let group = self.events[key].group;
         let pool = self.groups[group].pool;
@@ -120,8 +120,8 @@ impl Context {
         event
     }
 
-    /// Removes an event from the list of events that count the same raised software event. The last
-    /// event of the list moves to its position.
+    /// Removes an event from the context's list of events that count the same raised software
+    /// event. The last event of the list moves to the free position.
     fn remove_raised(&mut self, key: EventKey) {
         let event = &self.events[key];
         let raised = &mut self.raised[raised_id(event)];
@@ -168,7 +168,8 @@ fn class_of(owner: Owner, pinned: bool) -> GroupClass {
     }
 }
 
-/// Returns the ID of the software event that this event counts.
+/// Returns the ID of the software event that this event counts, or `None` if the VMM does not raise
+/// it.
 #[expect(
     clippy::cast_possible_truncation,
     reason = "the number was checked when the event was opened"

@@ -1,9 +1,10 @@
 //! Event contexts, one per vCPU and one for the whole VM.
 //!
-//! All code of this module runs under the lock of the context and takes the time as a parameter.
-//! Event times are computed from timestamps, so waiting events need no updates. This file contains
-//! event states, queues and control operations; `members` adds and removes events, `pass` schedules
-//! them, `reading` reads them, and `cell` contains the lock.
+//! All code of this module runs under the lock of the context and takes the current time as a
+//! parameter. Event times are computed from timestamps, so events that wait for a slot need no
+//! updates. This file contains event states, queues and control operations. Submodule `members`
+//! adds and removes events, `pass` schedules them, `reading` reads them, and `cell` contains the
+//! lock.
 
 mod cell;
 mod lists;
@@ -38,28 +39,29 @@ use crate::schedule::counter_assignments::CounterRequest;
 use crate::schedule::group::{Group, GroupQueue};
 use crate::schedule::{ClassQueue, MuxConfig, SharePolicy, SlotPool, SlotPools};
 
-/// Statistics of a context.
+/// Statistics of an event context.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct ContextStats {
-    /// Number of events, including inherited ones.
+    /// Number of open events in the context, including inherited ones.
     pub events: usize,
-    /// Number of active events.
+    /// Number of active events in the context.
     pub active: usize,
-    /// Number of active hardware events.
+    /// Number of active hardware events in the context.
     pub active_hardware: usize,
-    /// Number of groups that wait for a slot.
+    /// Number of groups in the context that wait for a slot.
     pub waiting_groups: usize,
-    /// Number of samples written to rings.
+    /// Number of samples that events of the context wrote to rings.
     pub samples: u64,
-    /// Number of samples lost because the ring was full, or because they were pending when the vCPU
-    /// was removed.
+    /// Number of samples of the context that were lost, because the ring was full or because the
+    /// vCPU was removed before they were written.
     pub lost_samples: u64,
-    /// Number of times that an event was throttled until the next tick because it overflowed too
-    /// frequently.
+    /// Number of times that an event of the context was throttled until the next tick because it
+    /// overflowed too frequently.
     pub throttles: u64,
 }
 
-/// Count and time slices of an event, exchanged when two contexts are swapped.
+/// The count and time slices of an event so far. Two events exchange their histories when their
+/// contexts are swapped.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct EventHistory {
     totals: Totals,
@@ -72,40 +74,41 @@ pub(crate) struct Context {
     pub events: Table<EventKey, Event>,
     pub groups: Table<GroupKey, Group>,
     pub pools: SlotPools,
-    /// Groups of software events that are enabled.
+    /// Queue of the enabled groups that contain only software events.
     software: GroupQueue,
-    /// Software groups that their driver rejected when they were last scheduled.
+    /// Software groups that could not be scheduled last time because their driver rejected them.
     refused: VecDeque<GroupKey>,
-    /// Active events that overflow, are throttled, or follow a frequency. Never grow beyond the
-    /// capacity that is reserved when events are added.
+    /// Lists of the active events that can overflow, are throttled or have a target frequency.
+    /// Their capacity is reserved when events are added, so the lists do not grow on a hot path.
     pub lists: EventLists,
-    /// Number of ticks.
+    /// Number of ticks that this context has received.
     pub ticks: u64,
-    /// Position in the frequency list at which the next tick continues.
+    /// Index into the frequency list at which the next tick continues to adjust periods.
     pub next_frequency: usize,
-    /// Events with pending overflows that were found when the events were scheduled out.
+    /// Events that had unserviced overflows when they were scheduled out.
     pub pending: Vec<EventKey>,
-    /// `true` if overflows are pending or may occur in a driver at any time. Read without the lock,
-    /// so that a vCPU does not lock the VM context unnecessarily.
+    /// `true` if overflows are pending, or if a driver event is armed and may overflow at any time.
+    /// Can be read without the lock, so that a vCPU locks the VM context only if necessary.
     pub to_serve: Arc<AtomicBool>,
-    /// Events that count software events raised by the VMM, by ID.
+    /// For each software event ID, the events that count this raised event.
     pub raised: [Vec<EventKey>; IDS],
-    /// Buffer for the readings that samples contain, large enough for the largest group.
+    /// Buffer for the group readings in samples, large enough for the largest group.
     pub entries: Vec<ReadEntry>,
-    /// Buffer for the branch stack of a sample.
+    /// Buffer for the branch stack in a sample.
     pub branch_words: Vec<u64>,
-    /// Generation of VM-wide events from which the context was created, as long as it contains no
-    /// other events.
+    /// Value of `Topology::generation` (the number of VM-wide families) when the context was
+    /// created, or `None` if the context must not be swapped, for example because it contains other
+    /// events.
     pub clone_of: Option<u64>,
-    /// Number of guards that prevent a context swap.
+    /// Number of [`crate::VcpuContext::pin`] guards that prevent this context from being swapped.
     pub pins: usize,
     pub policy: SharePolicy,
     mux: MuxConfig,
     active: usize,
     /// Number of times that an event entered the error state. Read without the lock. The value
-    /// belongs to the vCPU and moves with it when contexts are swapped.
+    /// belongs to the vCPU, which keeps it when contexts are swapped.
     pub errors: Arc<AtomicU64>,
-    /// Time at which active events were last checked for the loss of their counters.
+    /// Core clock value at the last check for lost counters, in nanoseconds.
     pub looked_ns: u64,
     pub samples: u64,
     pub lost_samples: u64,
@@ -139,7 +142,7 @@ impl Context {
         }
     }
 
-    /// Returns the slot pool of hardware driver `driver`, and creates the pool on first use.
+    /// Returns the slot pool of hardware driver `driver`. Creates the pool on first use.
     pub fn pool(&mut self, driver: usize, counters: CounterMask, reserved: usize) -> PoolId {
         let pool = self.pools.ids().find(|pool| self.pools[*pool].driver == driver);
         pool.unwrap_or_else(|| {
@@ -148,8 +151,8 @@ impl Context {
         })
     }
 
-    /// Returns the event at `key`, or `None` if the event of `shared` was removed and its key is
-    /// unused or reused.
+    /// Returns the event of `shared`, which was stored at `key`, or `None` if this event was
+    /// removed. The key may meanwhile belong to another event.
     pub fn get(&mut self, key: EventKey, shared: &Arc<EventShared>) -> Option<&mut Event> {
         self.events
             .get_mut(key)
@@ -161,12 +164,12 @@ impl Context {
         self.events[self.groups[self.events[key].group].leader()].state
     }
 
-    /// Returns `true` if `key` is a group leader.
+    /// Returns `true` if the event at `key` is a group leader.
     pub fn is_leader(&self, key: EventKey) -> bool {
         self.groups[self.events[key].group].leader() == key
     }
 
-    /// Returns the members of the group of `key`, leader first.
+    /// Returns the members of the group of event `key`, leader first.
     pub fn members(&self, key: EventKey) -> SmallVec<[EventKey; 4]> {
         self.groups[self.events[key].group].members.clone()
     }
@@ -182,7 +185,7 @@ impl Context {
         Ok(count)
     }
 
-    /// Pauses counting of an active event without scheduling it out, and returns its count.
+    /// Pauses an active event, which stays scheduled but does not count, and returns its count.
     pub fn pause(&mut self, key: EventKey) -> u64 {
         let event = &mut self.events[key];
         if event.state != EventState::Active {
@@ -195,8 +198,8 @@ impl Context {
         count
     }
 
-    /// Reverts [`Context::pause`] for an event that is still active. If this fails, the event is no
-    /// longer active.
+    /// Resumes an event that [`Context::pause`] paused, if the event is still active. On failure,
+    /// the event is scheduled out.
     pub fn go_on(
         &mut self,
         key: EventKey,
@@ -237,7 +240,7 @@ impl Context {
         self.schedule_enabled(key, now_ns);
     }
 
-    /// Queues the group of an event that was enabled and schedules the groups that can run.
+    /// Queues the group of an event that was just enabled, and schedules all groups that can run.
     fn schedule_enabled(&mut self, key: EventKey, now_ns: u64) {
         let group = self.events[key].group;
         self.update_wants(group);
@@ -274,8 +277,8 @@ impl Context {
         }
     }
 
-    /// Moves a pinned group that is not active to the error state. The group has not counted since
-    /// `since_ns` of the context time.
+    /// Moves a pinned group that is not active to the error state. `since_ns` is the context time
+    /// since which the group has not counted.
     pub fn fail(&mut self, group: GroupKey, cause: EventFailureCause, since_ns: u64, now_ns: u64) {
         let leader = self.groups[group].leader();
         self.settle_group_times(group, now_ns);
@@ -297,8 +300,8 @@ impl Context {
         }
     }
 
-    /// Updates the slot requirements of a group. A group without a slot pool has no member that
-    /// needs a slot.
+    /// Updates the list of counters that a group requires. Has no effect on a group of software
+    /// events.
     #[inline]
     fn update_wants(&mut self, group: GroupKey) {
         if self.groups[group].pool.is_some() {

@@ -1,4 +1,4 @@
-//! Accounting, records and reports of overflows.
+//! Overflows of the events in a context: accounting, records, and reports to the VMM.
 
 use std::sync::atomic::Ordering;
 
@@ -17,27 +17,27 @@ use crate::record::{
 };
 use crate::sample::{OverflowReport, TickTime};
 
-/// A batch of reports that is removed from a context in one step.
+/// Overflow reports that are taken from a context at once.
 pub(crate) type ReportBatch = SmallVec<[OverflowReport; BATCH]>;
 const BATCH: usize = 16;
-/// Maximum number of frequency-based events whose periods are adjusted in one tick.
+/// Maximum number of frequency-based events whose periods one tick adjusts.
 const FREQUENCIES_PER_TICK: usize = 64;
-/// Periods of the samples of one event that are due at the same time and not yet written.
+/// Periods of the samples of one event that are due at the same time and have not been written.
 type DuePeriods = SmallVec<[u64; 16]>;
 
-/// Progress of the search for overflowed events, and the events found.
+/// A search for the events of a context that have overflowed: its progress and its results.
 #[derive(Debug)]
 pub(crate) struct OverflowSearch {
-    /// Keys of overflowed events in the order in which they are serviced. If an event was removed
-    /// meanwhile, its key refers to no event or to a new one, which has no pending overflows.
+    /// Keys of overflowed events in the order in which they are serviced. The key of an event that
+    /// was removed meanwhile is unused or belongs to a new event without pending overflows.
     keys: SmallVec<[EventKey; BATCH]>,
-    /// Keys of events whose samples wait for their branch stacks.
+    /// Keys of events whose samples cannot be written until their branch stacks are known.
     postponed: SmallVec<[EventKey; BATCH]>,
-    /// Number of armed events that have not been checked yet.
+    /// Number of armed events that the search has not checked yet.
     unseen: usize,
-    /// Number of serviced events.
+    /// Number of events whose overflows have been serviced.
     pub served: u32,
-    /// `true` if further events may have overflowed.
+    /// `true` if the search must continue because more events may have overflowed.
     pub more: bool,
 }
 
@@ -53,14 +53,15 @@ impl Default for OverflowSearch {
     }
 }
 
-/// Parameters of one service pass over a context: time, current limits and report output.
+/// Parameters of one pass that services the overflows of a context: time, limits and the
+/// destination of reports.
 #[derive(Debug)]
 pub(crate) struct ServicePass<'a> {
-    /// vCPU and time of the overflow, for record trailers.
+    /// vCPU and time of the overflow, for the trailers of records.
     pub by: SampleId,
     pub tick_hz: u64,
     pub sample_rate_hz: u64,
-    /// Registers of the vCPU, or `None` if they are unknown, in which case no sample is taken.
+    /// Registers of the vCPU, or `None` if the registers are unknown and no sample can be taken.
     pub seen: Option<SampledRegs<'a>>,
     pub batch: &'a mut ReportBatch,
 }
@@ -114,7 +115,7 @@ impl Context {
         }
     }
 
-    /// Returns the register data that samples of the found events need.
+    /// Returns the register data that the samples of the overflowed events need.
     pub fn regs_request(&self, noticed: &OverflowSearch) -> RegsRequest {
         let mut wants = RegsRequest::default();
         for &key in &noticed.keys {
@@ -128,7 +129,8 @@ impl Context {
         wants
     }
 
-    /// Accounts for the overflows of the events in `noticed`.
+    /// Accounts for the overflows that were found in a search, and writes their records. Postpones
+    /// events whose branch stacks are not known yet.
     pub fn account_overflows(&mut self, noticed: &mut OverflowSearch, pass: &mut ServicePass<'_>) {
         for key in noticed.keys.drain(..) {
             let Some(event) = self.events.get_mut(key) else {
@@ -181,11 +183,12 @@ impl Context {
         }
     }
 
-    /// Accounts for `times` overflows of a software event raised by the VMM, one at a time, until
-    /// the event is throttled or reaches its overflow limit. Samples of the remaining overflows are
-    /// lost, as for a throttled counter, and the next sample covers their counts. If the event has
-    /// a cookie, the remaining overflows are still reported to the VMM, as far as the event's limit
-    /// allows.
+    /// Accounts for `times` overflows of a software event that the VMM raised.
+    ///
+    /// If the registers are known, each overflow yields a sample until the event is throttled or
+    /// reaches its overflow limit. Further overflows have no samples of their own: their counts are
+    /// included in the next sample. If the event has a cookie, they are still reported to the VMM,
+    /// up to the event's overflow limit.
     pub(super) fn raised_overflow(&mut self, pass: &mut ServicePass<'_>, key: EventKey, times: u64) {
         let event = &self.events[key];
         let (done, ended) = if pass.seen.is_none() || event.sampling.throttled {
@@ -216,8 +219,9 @@ impl Context {
         self.report(key, reported, pass.batch);
     }
 
-    /// Writes the samples of `times` overflows of a raised event. Returns the number of overflows
-    /// that were accounted for, and `true` if the event reached its overflow limit.
+    /// Writes samples for up to `times` overflows of a raised event, until the event is throttled
+    /// or reaches its overflow limit. Returns the number of overflows that were accounted for, and
+    /// `true` if the limit was reached.
     fn raised_samples(&mut self, pass: &ServicePass<'_>, key: EventKey, times: u64) -> (u32, bool) {
         // Saved, because the loop may change the period.
         let apart = self.events[key].sampling.period;
@@ -244,9 +248,9 @@ impl Context {
         (done, ended)
     }
 
-    /// Discards pending overflows after the vCPU was removed, because its registers are not
-    /// available for samples. Each affected event writes a LOST record, or counts a lost record if
-    /// the ring is full.
+    /// Discards the pending overflows of all events after the vCPU was removed, because its
+    /// registers are no longer available for samples. Each of these events writes a LOST record or,
+    /// if the ring is full, counts lost records.
     pub fn discard_pending(&mut self, by: SampleId) {
         while let Some(key) = self.pending.pop() {
             let event = &mut self.events[key];
@@ -278,9 +282,8 @@ impl Context {
         }
     }
 
-    /// Accounts for one interrupt and writes its records. The sample may be added to `due`, to be
-    /// written later together with other samples. Returns `true` if the event must be throttled
-    /// now.
+    /// Accounts for one interrupt and writes its records. The sample may only be added to `due`,
+    /// which is written later. Returns `true` if the event must be throttled now.
     fn one_overflow(
         &mut self,
         pass: &ServicePass<'_>,
@@ -326,7 +329,8 @@ impl Context {
         throttle
     }
 
-    /// Handles an event that has reached its overflow limit.
+    /// Disables an event that has reached its overflow limit. Signals a hang-up to the event's
+    /// pollers and to the reader of the event's own ring.
     fn limit_reached(&mut self, key: EventKey, now_ns: u64) {
         let event = &self.events[key];
         event.shared.notify.signal(PollState::HUP);
@@ -403,7 +407,8 @@ impl Context {
         self.branch_words = branches;
     }
 
-    /// Suppresses overflows of the event until the next tick. The event continues to count.
+    /// Throttles an event: suppresses its overflows until the next tick. The event continues to
+    /// count.
     fn throttle(&mut self, key: EventKey, now_ns: u64) {
         let event = &mut self.events[key];
         if event.state != EventState::Active {
@@ -435,8 +440,9 @@ impl Context {
     /// Performs the sampling part of a tick: unthrottles events, and adjusts the periods of active
     /// frequency-based events.
     ///
-    /// The work per tick is bounded. Unthrottling costs less than the overflows that caused the
-    /// throttle, and each tick adjusts only a subset of a large number of frequencies.
+    /// The work per tick is bounded: besides the periods of throttled events, a tick adjusts at
+    /// most [`FREQUENCIES_PER_TICK`] periods, and the next tick continues with the following
+    /// events.
     ///
     /// `by` identifies the source of the tick in records.
     pub fn tick_sampling(&mut self, now_ns: u64, tick_hz: u64, by: SampleId) {
@@ -468,10 +474,11 @@ impl Context {
     }
 
     /// Adjusts the period of an active frequency-based event if the event has run for the target
-    /// interval, and for at least `min_ns`, without an adjustment. Returns `true` if the current
-    /// period is so long that the event would stall.
+    /// interval, and for at least `min_ns`, without an adjustment. Returns `true` if the rest of
+    /// the current period is so long that the event would not overflow for a long time.
     ///
-    /// Costs one driver read. For a host event on another thread, the read interrupts the guest.
+    /// Costs one driver read. The read of a host event on another thread interrupts that thread's
+    /// guest.
     fn adjust_period(&mut self, key: EventKey, time: u64, min_ns: u64) -> bool {
         let running_ns = self.running_ns(key, time);
         let event = &mut self.events[key];
@@ -482,7 +489,7 @@ impl Context {
         event.sampling.measure(raw, running_ns)
     }
 
-    /// Returns the time running of an event at context time `time`.
+    /// Returns the time running of an event at context time `time`, in nanoseconds.
     fn running_ns(&self, key: EventKey, time: u64) -> u64 {
         let event = &self.events[key];
         event
@@ -491,7 +498,8 @@ impl Context {
             .running_ns
     }
 
-    /// Starts a new period if the current period has become so large that the event would stall.
+    /// Starts a new period for an event whose current period is so long that the event would not
+    /// overflow for a long time.
     fn restart_stalled(&mut self, key: EventKey) {
         let event = &mut self.events[key];
         let raw = event.raw();
@@ -512,7 +520,7 @@ impl Context {
     }
 }
 
-/// Writes a THROTTLE or UNTHROTTLE record.
+/// Writes a THROTTLE or UNTHROTTLE record to the ring of an event.
 fn write_throttle(event: &Event, throttled: bool, by: SampleId) {
     event.write_record(&ThrottleRecord {
         throttled,

@@ -1,6 +1,6 @@
-//! Scheduling passes over a context. A pass has two steps: [`crate::schedule::plan`] computes the
-//! set of groups that should be active, and the pass then applies only the differences to the
-//! drivers.
+//! Scheduling passes over a context. In each pass, [`crate::schedule::plan`] computes the set of
+//! groups that should be active. The pass then starts and stops only those events whose groups
+//! change.
 
 use smallvec::SmallVec;
 
@@ -56,7 +56,7 @@ impl Context {
         }
     }
 
-    /// Schedules the context in, because its vCPU starts to run. Returns `false` if the context is
+    /// Schedules the context in when its vCPU starts to run. Returns `false` if the context is
     /// already scheduled in or its vCPU was removed.
     pub fn sched_in(&mut self, now_ns: u64) -> bool {
         if self.clock.is_active() || self.dead {
@@ -74,7 +74,7 @@ impl Context {
         true
     }
 
-    /// Schedules the context out by stopping all events and the context time.
+    /// Schedules the context out: stops all events and the context time.
     pub fn sched_out(&mut self, now_ns: u64) {
         if !self.clock.is_active() {
             return;
@@ -96,7 +96,8 @@ impl Context {
         self.clock.stop(now_ns);
     }
 
-    /// Gives slots to the next waiting groups, if any group waits.
+    /// Ends the multiplexing interval of each slot pool if it is due, and gives slots to the next
+    /// waiting groups.
     pub fn rotate(&mut self, now_ns: u64) {
         if !self.clock.is_active() {
             return;
@@ -113,7 +114,7 @@ impl Context {
         }
     }
 
-    /// Reserves `reserved` slots of each pool for VM-wide events.
+    /// Reserves `reserved` slots of each slot pool for VM-wide events.
     pub fn reserve(&mut self, reserved: usize, now_ns: u64) {
         for pool in self.pools.ids() {
             self.pools[pool].reserve(reserved);
@@ -137,9 +138,8 @@ impl Context {
         self.pools.iter().filter_map(SlotPool::next_turn_ns).min()
     }
 
-    /// Returns the work that a periodic tick has to do for this context. Events sampled by an
-    /// operator may be throttled, which requires a tick to unthrottle them. Guest counters are
-    /// armed for one overflow at a time and are never throttled.
+    /// Returns how much work a tick has to do for this context. Guest counters need no ticks,
+    /// because they are never throttled.
     pub fn tick_need(&self) -> PendingTickWork {
         if !self.clock.is_active() {
             return PendingTickWork::None;
@@ -158,8 +158,8 @@ impl Context {
         }
     }
 
-    /// Schedules a queued group if possible: immediately if it needs no slot, otherwise by
-    /// replanning its pool.
+    /// Schedules a queued group if possible. A group that needs slots is scheduled by replanning
+    /// its slot pool.
     pub(super) fn go(&mut self, group: GroupKey, now_ns: u64) {
         match self.groups[group].pool {
             Some(pool) => self.reschedule(pool, now_ns),
@@ -176,8 +176,9 @@ impl Context {
         }
     }
 
-    /// Handles a group that could not be scheduled. A pinned group fails. A flexible hardware group
-    /// is retried at each rotation, and a flexible software group at the next ticks.
+    /// Handles a group that could not be scheduled. A pinned group enters the error state. A
+    /// flexible hardware group is retried at each rotation, and a flexible software group at each
+    /// tick.
     pub fn handle_unschedulable(
         &mut self,
         group: GroupKey,
@@ -193,8 +194,8 @@ impl Context {
         }
     }
 
-    /// Retries software groups that their driver rejected. The number per tick is limited, so that
-    /// the work of a tick is bounded.
+    /// Retries software groups that their driver rejected. One call retries at most
+    /// [`REFUSED_PER_TICK`] groups.
     pub fn retry_refused(&mut self, now_ns: u64) {
         for _ in 0..self.refused.len().min(REFUSED_PER_TICK) {
             if let Some(group) = self.refused.pop_front() {
@@ -236,7 +237,7 @@ impl Context {
         Ok(())
     }
 
-    /// Schedules a group out.
+    /// Schedules out all members of a group.
     pub fn sched_out_group(&mut self, group: GroupKey, now_ns: u64) {
         for i in 0..self.groups[group].members.len() {
             self.stop_event(self.groups[group].members[i], now_ns);
@@ -257,9 +258,9 @@ impl Context {
         }
     }
 
-    /// Ends the time slice of a group that was replaced by another. Reports its rate changes
-    /// immediately, because after the next rotation the policy would attribute them to a later
-    /// slice.
+    /// Ends the time slice of a group whose slot was given to another group. Reports the change of
+    /// the group's rate to the multiplexing queue immediately, because after the next rotation the
+    /// queue would attribute it to a later slice.
     fn end_turn(&mut self, group: GroupKey) {
         let mut closed = false;
         for i in 0..self.groups[group].members.len() {
@@ -270,8 +271,8 @@ impl Context {
         }
     }
 
-    /// Reports the largest rate change of the group's members to the queue, and whether a periodic
-    /// pattern is in phase with their slices.
+    /// Reports the last slice of a group to its multiplexing queue: the largest rate change of any
+    /// member, and whether a periodic guest pattern aliases with the slices.
     fn report_step(&mut self, group: GroupKey) {
         let g = &self.groups[group];
         if g.class.is_pinned() {
@@ -293,7 +294,7 @@ impl Context {
         }
     }
 
-    /// Starts an event. Returns `true` if the count of its previous slice is now known.
+    /// Starts an event. Returns `true` if this ends the previous time slice of a multiplexed event.
     fn start_event(&mut self, key: EventKey, time: u64) -> Result<bool, PmuError> {
         // Reads the leader's state before the event starts, because the event may be the leader.
         let takes_turns = self.events[key].slices.is_some();
@@ -315,8 +316,8 @@ impl Context {
         }
     }
 
-    /// Handles an active event whose driver event was stopped and could not be restarted. Schedules
-    /// its group out.
+    /// Schedules out the group of an active event whose driver event was stopped and could not be
+    /// restarted.
     pub fn handle_restart_failure(&mut self, key: EventKey, error: &PmuError, now_ns: u64) {
         log::warn!(
             "cannot restart event {} after a change of its overflow: {error}",
@@ -329,7 +330,7 @@ impl Context {
         self.handle_unschedulable(group, EventFailureCause::of(error), time, now_ns);
     }
 
-    /// Schedules an active event out. `stop` stops the event at a given context time.
+    /// Schedules an active event out. `stop` receives the context time and stops the driver event.
     fn deactivate(&mut self, key: EventKey, stop: impl FnOnce(&mut Event, u64), now_ns: u64) {
         let time = self.clock.advance(now_ns);
         if self.events[key].slices.is_some() {

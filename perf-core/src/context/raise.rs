@@ -1,4 +1,4 @@
-//! Software events that the VMM raises.
+//! Software events that the VMM raises in a context.
 
 use crate::context::{Context, ServicePass};
 use crate::model::event::{Event, Source};
@@ -7,17 +7,15 @@ use crate::model::software::{DeferredEvents, SoftwareEventId};
 use crate::model::state::EventState;
 use crate::record::CpuMode;
 
-/// Maximum number of events that one call can raise, a quarter of 2^63, so that signed differences
-/// of counts do not overflow.
+/// Maximum number of counts that one step of a raise adds to an event: a quarter of 2^63, so that
+/// signed differences of counts do not overflow.
 const RAISED_MAX: u64 = 1 << 61;
 
 impl Event {
     /// Returns `true` if this event counts a software event that is raised in CPU mode `mode`.
     ///
-    /// An active event counts. An inactive event counts only while the whole context is scheduled
-    /// out, like a kernel event while its thread is off the CPU. Its leader must then be neither
-    /// off nor in the error state, but its group need not have held slots before. Events that are
-    /// off or in the error state do not count.
+    /// An active event counts. While the context is scheduled out, an inactive event counts too,
+    /// unless its leader is off or in the error state. All other events do not count.
     fn takes(&self, leader: EventState, context_active: bool, mode: Option<CpuMode>) -> bool {
         let counting = match self.state {
             EventState::Active => true,
@@ -37,7 +35,7 @@ impl Event {
 }
 
 impl Context {
-    /// Returns the register data that samples need if event `id` is raised `n` times now.
+    /// Returns the register data that the samples need if event `id` is now raised `n` times.
     pub fn raise_regs_request(&self, id: SoftwareEventId, n: u64, mode: CpuMode) -> RegsRequest {
         let mut wants = RegsRequest::default();
         let active = self.clock.is_active();
@@ -56,8 +54,8 @@ impl Context {
         wants
     }
 
-    /// Raises event `id` `n` times in CPU mode `mode`, which is known only if registers are
-    /// available.
+    /// Raises software event `id` `n` times in CPU mode `mode`. `None` means that the mode is
+    /// unknown.
     pub fn raise(&mut self, pass: &mut ServicePass<'_>, id: SoftwareEventId, n: u64, mode: Option<CpuMode>) {
         if n > RAISED_MAX {
             self.raise(pass, id, RAISED_MAX, mode);
@@ -93,8 +91,8 @@ impl Context {
         }
     }
 
-    /// Counts the events that were raised while the context lock was held. They are not sampled,
-    /// because the registers at the time of the events are no longer available.
+    /// Counts the events that were raised while the context lock was held. These events have no
+    /// samples, because the registers at that time are no longer available.
     pub fn take_deferred(&mut self, deferred: &DeferredEvents) {
         deferred.take(|id, n| {
             let active = self.clock.is_active();

@@ -17,8 +17,8 @@ use crate::schedule::ClassQueue;
 use crate::time::TimeTotals;
 
 impl Context {
-    /// Returns the count and times of one event, excluding its children. Reads the count first, so
-    /// that count and times are consistent.
+    /// Returns the count and times of one event, excluding its children. The count and the times
+    /// belong to the same moment.
     #[inline]
     pub fn totals(&mut self, key: EventKey, now_ns: u64) -> Totals {
         let time = self.clock.advance(now_ns);
@@ -44,7 +44,7 @@ impl Context {
         }
     }
 
-    /// Returns an estimate of the count over the whole time enabled.
+    /// Returns an estimate of the event's count over its whole time enabled.
     pub fn estimate(&mut self, key: EventKey, now_ns: u64) -> EstimateSum {
         let totals = self.totals(key, now_ns);
         let rhythm = self.has_aliasing(key);
@@ -69,8 +69,8 @@ impl Context {
         EstimateSum::of(totals, estimate)
     }
 
-    /// Returns the driver group that new members of the group of `leader` join
-    /// ([`pmu::PmuEvent::group`]).
+    /// Returns the driver group ([`pmu::PmuEvent::group`]) of `leader`, which new members of its
+    /// group join.
     pub fn driver_group(&mut self, leader: EventKey) -> Option<pmu::PmuGroup> {
         match &mut self.events.get_mut(leader)?.source {
             Source::Driver(driver) => driver.group(),
@@ -78,8 +78,8 @@ impl Context {
         }
     }
 
-    /// Returns `true` if a periodic pattern was detected recently in a multiplexed event that
-    /// shares slots with this one.
+    /// Returns `true` if a guest pattern that aliases with the time slices was recently detected in
+    /// an event that shares slots with this one.
     fn has_aliasing(&mut self, key: EventKey) -> bool {
         let group = &self.groups[self.events[key].group];
         let Some(pool) = group.pool else { return false };
@@ -102,8 +102,8 @@ impl Context {
         self.update_page(key, now_ns);
     }
 
-    /// Returns the count and time slices of the event so far. Ends the current slice if the event
-    /// is active.
+    /// Ends the current time slice of an active event. Returns the event's count and time slices so
+    /// far.
     pub fn end_history(&mut self, key: EventKey, now_ns: u64) -> EventHistory {
         let totals = self.totals(key, now_ns);
         let event = &mut self.events[key];
@@ -116,7 +116,7 @@ impl Context {
         EventHistory { totals, slices }
     }
 
-    /// Replaces the count and time slices of the event with `past`.
+    /// Replaces the event's count and time slices with `past`.
     pub fn restore_history(&mut self, key: EventKey, past: EventHistory, now_ns: u64) {
         let time = self.clock.advance(now_ns);
         let event = &mut self.events[key];
@@ -131,8 +131,8 @@ impl Context {
         self.update_page(key, now_ns);
     }
 
-    /// Updates the control page of an event that owns a ring. The page of a family is updated when
-    /// the family is read, because its children have their own locks.
+    /// Updates the control page of an event that owns a ring. Not used for families, whose pages
+    /// are updated when the family is read.
     pub fn update_page(&mut self, key: EventKey, now_ns: u64) {
         let event = &self.events[key];
         if matches!(event.source, Source::Family) {
@@ -144,8 +144,9 @@ impl Context {
         }
     }
 
-    /// Returns the reading for a record. It contains the totals of the event and of exited
-    /// children, but not those of live children, because their contexts have their own locks.
+    /// Returns the reading for a record. The reading contains the totals of the event and of its
+    /// exited children. Live children are not included, because their contexts have their own
+    /// locks.
     pub(crate) fn read_values<'a>(
         &mut self,
         key: EventKey,

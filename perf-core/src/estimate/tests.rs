@@ -86,8 +86,8 @@ fn quality(runs: u64, rates: impl Fn(&mut fastrand::Rng) -> Vec<f64>) -> (f64, f
 
 const UNITS: usize = 4_000;
 
-/// Returns a rate that changes with probability 1/2 per unit, so that its correlation decays
-/// exponentially.
+/// Returns one rate per unit of time. The rate changes with probability 1/2 per unit, so that its
+/// correlation decays exponentially.
 fn new_by_chance(rng: &mut fastrand::Rng) -> Vec<f64> {
     let mut level = 1.0;
     let mut draw = || {
@@ -108,8 +108,8 @@ fn walking(rng: &mut fastrand::Rng) -> Vec<f64> {
     (0..UNITS).map(|_| step()).collect()
 }
 
-/// Returns a rate that is constant for about 200 units at a time, except for noise of a tenth of
-/// its level.
+/// Returns one rate per unit of time. The rate is constant for about 200 units at a time, with a
+/// noise of a tenth of its level.
 fn in_phases(rng: &mut fastrand::Rng) -> Vec<f64> {
     let mut level = 1.0;
     let mut draw = || {
@@ -184,7 +184,8 @@ fn aliasing_pattern_has_no_standard_error() {
     assert!(!estimator.detects_aliasing());
 }
 
-/// Slices without a read in the middle may hide a pattern.
+/// An estimate has neither a standard error nor a bound if no slice was read in the middle, because
+/// such slices may hide a pattern.
 #[test]
 fn no_mid_slice_read_gives_no_standard_error() {
     let estimate = constant(

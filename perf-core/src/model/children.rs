@@ -4,10 +4,9 @@
 //! children and the saved totals of exited children. Families are flat: the parent of a child is
 //! always the opened event.
 //!
-//! The exit of a child is the critical case. Its totals are folded into the parent and it is
-//! removed from the list of live children in one critical section under the family lock, and all
-//! readers sum under the same lock. Each count is therefore either in the folded totals of the
-//! parent or in a listed child, and never in both or neither.
+//! When a child exits, its totals are added to those of the parent and the child is removed from
+//! the list of live children, in one critical section under the family lock. Readers sum under the
+//! same lock, so they include each count exactly once.
 
 #[cfg(all(test, loom))]
 mod model;
@@ -18,13 +17,13 @@ use crate::model::slices::EstimateSum;
 use crate::model::totals::{ExitedTotals, Totals};
 use crate::pmu::VcpuId;
 
-/// A member of a family (a VM-wide event and its children) whose totals contribute to the totals of
-/// the family.
+/// A member of a family (a VM-wide event and its children). The totals of all members add up to
+/// those of the family.
 pub(crate) trait FamilyMember {
-    /// Returns the current totals, or the final totals of a member that has stopped.
+    /// Returns the current totals of the member, or its final totals if it has stopped.
     fn totals(&self) -> Totals;
 
-    /// Returns an estimate of the count over the whole time enabled.
+    /// Returns an estimate of the member's count over its whole time enabled.
     fn estimate(&self) -> EstimateSum;
 
     /// Returns the vCPU on which the member counts.
@@ -33,14 +32,14 @@ pub(crate) trait FamilyMember {
     }
 }
 
-/// Live children of an event, and the totals of exited children.
+/// The children of a VM-wide event: the live children, and the totals of exited ones.
 #[derive(Debug)]
 pub(crate) struct Children<M> {
     live: Vec<M>,
-    /// Estimates of exited children.
+    /// Sum of the estimates of exited children.
     estimates: EstimateSum,
-    /// Totals and estimates of exited children, summed for each vCPU, in order of vCPU number.
-    /// There is at most one entry per vCPU, regardless of how often it was added and removed.
+    /// Totals and estimates of exited children, summed for each vCPU, in order of vCPU number. A
+    /// vCPU that was added and removed several times has one entry.
     gone: Vec<(VcpuId, Totals, EstimateSum)>,
 }
 
@@ -63,7 +62,7 @@ impl<M: FamilyMember> Children<M> {
         self.live.push(child);
     }
 
-    /// Returns the totals of exited and live children.
+    /// Returns the sum of the totals of exited and live children.
     pub fn totals(&self, folded: &ExitedTotals) -> Totals {
         let mut totals = folded.load();
         for child in &self.live {
@@ -72,7 +71,7 @@ impl<M: FamilyMember> Children<M> {
         totals
     }
 
-    /// Returns the estimate over exited and live children.
+    /// Returns the sum of the estimates of exited and live children.
     pub fn estimate(&self) -> EstimateSum {
         let mut sum = self.estimates;
         for child in &self.live {
@@ -81,7 +80,7 @@ impl<M: FamilyMember> Children<M> {
         sum
     }
 
-    /// Sets the counts of exited children to 0 and keeps their times.
+    /// Sets the counts of exited children to 0. Their times do not change.
     pub fn reset(&mut self, folded: &ExitedTotals) {
         folded.count.store(0, Ordering::Relaxed);
         self.estimates = EstimateSum::default();
@@ -115,8 +114,8 @@ impl<M: FamilyMember> Children<M> {
         parts
     }
 
-    /// Removes a child that has stopped permanently and folds its final totals into the parent.
-    /// Returns `None` if the child was already removed.
+    /// Removes a child that has stopped permanently, and adds its final totals to those of the
+    /// parent. Returns `None` if the child was already removed.
     pub fn fold(&mut self, folded: &ExitedTotals, is_it: impl Fn(&M) -> bool) -> Option<(M, Totals)> {
         let child = self.unlink(is_it)?;
         let last = child.totals();
@@ -143,8 +142,8 @@ impl<M: FamilyMember> Children<M> {
         }
     }
 
-    /// Removes a child without folding its totals, after a failed hot-add or when the family is
-    /// closed.
+    /// Removes a child without adding its totals to the parent, after a failed hot-add or when the
+    /// family is closed.
     pub fn unlink(&mut self, is_it: impl Fn(&M) -> bool) -> Option<M> {
         let at = self.live.iter().position(is_it)?;
         Some(self.live.swap_remove(at))

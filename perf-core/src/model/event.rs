@@ -1,5 +1,5 @@
-//! Events. An event consists of a shared struct, which its handle and children reference, and a
-//! struct that its context owns.
+//! Events. An event consists of an [`EventShared`], which its handle and children reference, and an
+//! [`Event`], which its context owns.
 
 use std::fmt;
 use std::sync::Arc;
@@ -19,20 +19,22 @@ use crate::pmu::{CounterMask, PmuError, PmuEvent};
 use crate::record::{EncodeRecord, RecordFormat, RecordWriteOutcome, SampleId};
 use crate::sample::Sampling;
 
-/// State of an event that its handle, its children and its context share. Immutable or atomic.
+/// The part of an event that its handle, its children and its context share. All fields are
+/// immutable or atomic.
 pub(crate) struct EventShared {
-    /// Event ID, unique in the process and starting at 1.
+    /// ID of the event, unique in the process and starting at 1.
     pub id: u64,
-    /// Attributes that the event was opened with. [`Sampling`] contains the current period.
+    /// Attributes with which the event was opened. [`Sampling`] contains the period, which may
+    /// change.
     pub attr: Attr,
     pub owner: Owner,
     /// Cookie under which the event's overflows are reported to the VMM
     /// ([`crate::OverflowReport`]), or `None` for no reports.
     pub cookie: Option<u64>,
-    /// `true` if the event has a child per vCPU.
+    /// `true` for a VM-wide event with one child per vCPU.
     pub is_family: bool,
     /// Totals of exited children. Written only under the family lock. Atomic, so that records and
-    /// control pages can include them without that lock.
+    /// control pages can include the totals without the family lock.
     pub folded: ExitedTotals,
     /// Number of lost records of the event and its children.
     pub lost: AtomicU64,
@@ -71,25 +73,24 @@ fn next_id() -> u64 {
 
 /// Source of the counts of an event.
 pub(crate) enum Source {
-    /// Driver event.
+    /// An event of a driver.
     Driver(Box<dyn PmuEvent>),
-    /// Count of a software event raised by the VMM, kept by the core itself.
+    /// The core itself: the count of a software event that the VMM raises.
     Raised(u64),
-    /// No source of its own: the event is the parent of a family, and its children in the vCPU
-    /// contexts count.
+    /// The children in the vCPU contexts: the event is the parent of a family.
     Family,
 }
 
-/// State of an event that its context owns.
+/// The part of an event that its context owns.
 pub(crate) struct Event {
     pub shared: Arc<EventShared>,
-    /// Parent of an inherited event. Never a child itself, because families are flat.
+    /// Parent of an inherited event. The parent has no parent of its own.
     pub parent: Option<Arc<EventShared>>,
-    /// Group of the event in its context.
+    /// Group that contains the event.
     pub group: GroupKey,
-    /// Slot pool of a hardware event.
+    /// Slot pool of a hardware event, or `None` for an event that needs no slot.
     pub pool: Option<PoolId>,
-    /// Counters of the pool on which the event can be scheduled.
+    /// Counters of the slot pool that can hold the event.
     pub fits: CounterMask,
     pub source: Source,
     pub state: EventState,
@@ -97,31 +98,30 @@ pub(crate) struct Event {
     pub sampling: Sampling,
     /// `true` if the next guest reset enables the event.
     pub enable_on_exec: bool,
-    /// Ring that receives the records of the event, if any.
+    /// Ring that receives the records of the event, or `None` if the event has no output.
     pub output: Option<Arc<Output>>,
-    /// Counts in the time slices of a multiplexed event.
+    /// Counts and lengths of the time slices of a multiplexed event.
     pub slices: Option<Slices>,
-    /// Driver count at the last reset, subtracted from `raw` to obtain the event count.
+    /// Driver count at the last reset. The event count is `raw` minus this value.
     base: u64,
     /// Driver count when it was last read.
     raw: u64,
-    /// Description of the error state, if the event is in that state.
+    /// Reason and time of the failure, if the event is in the error state.
     pub failure: Option<EventFailure>,
     /// Context time at which the event was last scheduled in, in nanoseconds.
     pub on_since_ns: u64,
-    /// `true` if the driver event is stopped and `raw` is its final count, so that it need not be
-    /// read again.
+    /// `true` if the driver event is stopped and `raw` is its final count, so that the driver need
+    /// not be read again.
     settled: bool,
-    /// Position of the event in the lists of its context.
+    /// Positions of the event in the lists of its context.
     pub places: ListPositions,
-    /// Position of an event that the VMM raises in the context's list of events with the same
-    /// software event ID.
+    /// Position of a raised event in the context's list of events with the same software event ID.
     pub raised_at: usize,
 }
 
 impl Event {
-    /// Creates an event. For a hardware event, `place` contains the pool and the counters of the
-    /// pool that can hold the event.
+    /// Creates an event. For a hardware event, `place` contains the slot pool, and the counters of
+    /// this pool that can hold the event.
     pub fn new(
         shared: Arc<EventShared>,
         parent: Option<Arc<EventShared>>,
@@ -160,7 +160,7 @@ impl Event {
         }
     }
 
-    /// Returns the opened event: the parent of an inherited event, or the event itself.
+    /// Returns the opened event: the parent if this event is inherited, otherwise the event itself.
     pub fn top(&self) -> &Arc<EventShared> {
         self.parent.as_ref().unwrap_or(&self.shared)
     }
@@ -190,7 +190,7 @@ impl Event {
     }
 
     /// Returns the count since the last reset. A package count (a driver's single count for the
-    /// whole VM) is returned unmodified.
+    /// whole VM) is not affected by resets.
     pub fn count(&mut self) -> u64 {
         if let Source::Driver(driver) = &mut self.source
             && let Some(total) = driver.count()
@@ -220,8 +220,10 @@ impl Event {
         self.base = self.raw().wrapping_sub(value);
     }
 
-    /// Starts the event. Requires that `raw` is the count at which the event was last stopped,
-    /// which [`Event::stop`] ensures for events that overflow.
+    /// Starts the event.
+    ///
+    /// `raw` must be the count at which the event was last stopped. For events that can overflow,
+    /// [`Event::stop`] ensures this.
     pub fn start(&mut self, time: u64) -> Result<(), PmuError> {
         let overflow_in = self.sampling.overflow_in();
         if let Source::Driver(driver) = &mut self.source {
@@ -245,7 +247,7 @@ impl Event {
         Ok(())
     }
 
-    /// Stops the event. Elapsed overflows that were not serviced remain pending.
+    /// Stops the event. Overflows that were not serviced remain pending.
     pub fn stop(&mut self, time: u64) {
         if let Source::Driver(driver) = &mut self.source {
             driver.stop();
@@ -253,7 +255,7 @@ impl Event {
         self.stopped(time);
     }
 
-    /// Completes [`Event::stop`] for an event whose driver event is already stopped.
+    /// Performs the rest of [`Event::stop`] for an event whose driver event is already stopped.
     pub fn stopped(&mut self, time: u64) {
         if let Source::Driver(driver) = &mut self.source {
             self.settled = false;
@@ -268,9 +270,8 @@ impl Event {
         self.state = EventState::Inactive;
     }
 
-    /// Restarts the driver event of an active event, armed with the overflow point of the event's
-    /// sampling state. After an error the driver event is stopped, although the state of the event
-    /// is still active.
+    /// Restarts the stopped driver event of an active event and arms it for the next overflow of
+    /// the event. On an error, the driver event stays stopped and the event must be scheduled out.
     pub fn restart(&mut self) -> Result<(), PmuError> {
         let overflow_in = self.sampling.overflow_in();
         let Source::Driver(driver) = &mut self.source else {
@@ -296,8 +297,8 @@ impl Event {
         count
     }
 
-    /// Reverts [`Event::pause`], and arms the event for `overflow_in` further counts if given.
-    /// After an error the driver event remains stopped.
+    /// Resumes an event that [`Event::pause`] paused. Arms the event for `overflow_in` further
+    /// counts, if given. On an error, the driver event stays stopped.
     pub fn go_on(&mut self, overflow_in: Option<u64>) -> Result<(), PmuError> {
         if let Some(overflow_in) = overflow_in {
             self.sampling.set_left(overflow_in, self.raw);
@@ -313,7 +314,7 @@ impl Event {
     }
 
     /// Records that the event was scheduled in at context time `time`. Returns `true` if this ends
-    /// its previous time slice, whose count is then known.
+    /// the previous time slice of a multiplexed event.
     pub fn record_sched_in(&mut self, leader: EventState, time: u64) -> bool {
         let enabled_ns = self.times.at(self.state, leader, time).enabled_ns;
         let count = self.raw_at_start().wrapping_sub(self.base);
@@ -322,8 +323,8 @@ impl Event {
             .is_some_and(|slices| slices.on(enabled_ns, count))
     }
 
-    /// Records that the event is scheduled out at context time `time`. The count at that time may
-    /// be read later.
+    /// Records that the event is scheduled out at context time `time`. The driver count is not read
+    /// yet.
     pub fn record_sched_out(&mut self, leader: EventState, time: u64) {
         let enabled_ns = self.times.at(self.state, leader, time).enabled_ns;
         if let Some(slices) = &mut self.slices {
@@ -343,9 +344,9 @@ impl Event {
         }
     }
 
-    /// Ends the time slice of a scheduled-out event whose slot was given to another event. Reads
-    /// the count, once per time slice. Returns `true` if this call ended a slice, whose count is
-    /// then known.
+    /// Ends the time slice of a multiplexed event that was scheduled out and whose slot was given
+    /// to another event. Reads the count, at most once per slice. Returns `true` if there was a
+    /// slice to end.
     pub fn end_slice(&mut self) -> bool {
         if self.slices.is_none() || self.state == EventState::Active {
             return false;
@@ -368,8 +369,9 @@ impl Event {
         Ok(raw.wrapping_sub(self.base))
     }
 
-    /// Changes the period or the frequency. A new period starts immediately. Pending overflows are
-    /// still serviced, and the counts after them are attributed to the next overflow.
+    /// Changes the period, or the frequency of an event with a target frequency. A new period
+    /// starts immediately. Overflows of the old period remain pending, and the counts since the
+    /// last of them are included in the next sample.
     pub fn set_period(&mut self, value: u64) -> Result<(), PmuError> {
         let raw = self.raw();
         let mut changed = self.sampling;
@@ -394,8 +396,8 @@ impl Event {
         self.output.is_some() && self.shared.attr.sample_type.contains(SampleType::BRANCH_STACK)
     }
 
-    /// Writes a non-sample record to the ring of the event, if any. If the ring is full, the record
-    /// is counted as lost in the ring and in the opened event.
+    /// Writes a record other than a sample to the ring of the event, if it has one. A record that
+    /// does not fit is counted as lost in the ring and in the opened event.
     pub fn write_record(&self, record: &impl EncodeRecord) {
         if let Some(output) = &self.output {
             let format = RecordFormat::from(&self.shared.attr);
@@ -403,15 +405,15 @@ impl Event {
         }
     }
 
-    /// Accounts for the result of writing records of this event.
+    /// Adds the number of records that were lost in a write to the lost count of the opened event.
     pub fn count_lost(&self, written: RecordWriteOutcome) {
         if written.lost > 0 {
             self.top().lost.fetch_add(written.lost, Ordering::Relaxed);
         }
     }
 
-    /// Returns `by` (the vCPU and time of a record) completed with the IDs of this event, as the
-    /// trailer of a record.
+    /// Returns the trailer of a record of this event: `by`, which contains the vCPU and the time,
+    /// completed with the event's IDs.
     pub fn sample_id(&self, by: SampleId) -> SampleId {
         SampleId {
             id: self.top().id,

@@ -1,21 +1,21 @@
-//! Error state of events.
+//! Reasons for the error state of pinned events.
 
 use std::fmt;
 use std::io;
 
 use crate::pmu::PmuError;
 
-/// Reason why a pinned event does not count.
+/// Reason why a pinned event is in the error state.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum EventFailureCause {
-    /// Other events hold all suitable slots.
+    /// Other events of the core hold all slots that can hold the event.
     NoSlot,
-    /// The host has no free counter for the event.
+    /// Other users of the host hold all counters that can hold the event.
     Busy,
-    /// The host took the counter of the event away.
+    /// The host took the counter of the running event away.
     Taken,
-    /// The driver could not start the event and returned this errno.
+    /// The driver failed to start the event, with this errno.
     Refused(i32),
 }
 
@@ -41,7 +41,7 @@ impl fmt::Display for EventFailureCause {
     }
 }
 
-/// Description of the error state of a pinned event.
+/// Reason and time of the failure of a pinned event that is in the error state.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct EventFailure {
     /// Context time since which the event has not counted, in nanoseconds

@@ -1,5 +1,5 @@
-//! Typed keys of the objects in a context. The types prevent use of a key for a different type of
-//! object.
+//! Typed keys of the objects in a context. Each type of object has its own key type, so that keys
+//! cannot be mixed up.
 
 use std::fmt;
 use std::marker::PhantomData;
@@ -37,8 +37,8 @@ macro_rules! keys {
 }
 
 keys! {
-    /// Key of an event in a context. Keys are reused after an event was removed, so a stored key
-    /// must be validated with [`crate::context::Context::get`].
+    /// Key of an event in a context. The key of a removed event is reused, so a stored key must be
+    /// checked with [`crate::context::Context::get`].
     EventKey;
     /// Key of the slot pool of one driver in a context.
     PoolId;
@@ -54,7 +54,8 @@ impl Key for GroupKey {
     }
 }
 
-/// A map from keys to values with constant-time insertion and removal. Keys are reused.
+/// A map from keys to values with constant-time insertion and removal. The key of a removed value
+/// is reused.
 pub(crate) struct Table<K, T> {
     values: Slab<T>,
     key: PhantomData<K>,

@@ -1,25 +1,25 @@
-//! Lists of active events that require processing at overflow signals or ticks.
+//! Lists of the active events that overflow servicing or a tick must visit.
 
 use crate::model::keys::EventKey;
 
-/// Identifier of an event list.
+/// Identifies one of the event lists of a context.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum EventList {
-    /// Driver events that overflow.
+    /// Driver events that can overflow.
     Armed,
     /// Events that are throttled until the next tick.
     Throttled,
-    /// Events with a period that follows a frequency.
+    /// Events whose periods adapt to a frequency.
     Frequency,
-    /// Events that count software events raised by the VMM, and that overflow.
+    /// Events that can overflow and that count software events raised by the VMM.
     ArmedRaised,
 }
 
-/// Event lists of a context, as unordered event keys.
+/// The event lists of a context. Each list is an unordered list of event keys.
 #[derive(Debug, Default)]
 pub(crate) struct EventLists([Vec<EventKey>; 4]);
 
-/// Position of an event in each list.
+/// Positions of one event in the event lists of its context.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct ListPositions([Option<usize>; 4]);
 
@@ -32,7 +32,8 @@ impl EventLists {
         &mut self.0[list as usize]
     }
 
-    /// Reserves capacity for `events` events in each list, so that no list grows on a hot path.
+    /// Reserves capacity for `events` events in each list, so that adding an event does not
+    /// allocate.
     pub fn reserve(&mut self, events: usize) {
         for list in &mut self.0 {
             list.reserve(events.saturating_sub(list.len()));

@@ -1,5 +1,5 @@
-//! Data model: events and their states, times, totals and lists. Plain data and arithmetic,
-//! independent of contexts, lock order and handles.
+//! Data model of the core: events and their states, times, totals and lists. Plain data and
+//! arithmetic, independent of contexts, lock order and handles.
 
 pub(crate) mod children;
 pub(crate) mod event;

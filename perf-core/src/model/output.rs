@@ -5,18 +5,18 @@ use std::sync::Arc;
 use crate::model::totals::Totals;
 use crate::ring::{ControlPageCounter, Ring};
 
-/// A ring that events write to.
+/// A ring that events write to, and the event that owns the ring.
 #[derive(Debug)]
 pub(crate) struct Output {
     pub ring: Arc<Ring>,
-    /// ID of the event that owns the ring.
+    /// ID of the event that owns this ring.
     pub owner: u64,
 }
 
 /// Updates count and times in the control page of an event that owns a ring.
 ///
-/// The index is always 0 (no user-space counter reads), because the reader of the ring runs on a
-/// different CPU than the vCPU and would read a different counter.
+/// The `index` field is always 0, which tells readers not to use `rdpmc`: they run on a different
+/// CPU than the vCPU and would read a different counter.
 pub(crate) fn write_page(output: &Output, totals: Totals) {
     let counter = ControlPageCounter {
         index: 0,

@@ -11,16 +11,16 @@ pub const CALLCHAIN_MAX: usize = 127;
 /// sample needs, and holds no lock during the calls, because reading registers and unwinding a
 /// stack may take a long time.
 pub trait SampleRegs {
-    /// Returns the CPU mode.
+    /// Returns the CPU mode of the vCPU.
     fn mode(&mut self) -> CpuMode;
-    /// Returns the instruction pointer.
+    /// Returns the instruction pointer of the vCPU.
     fn ip(&mut self) -> u64;
     /// Writes the call chain to the start of `out`, innermost frame first and with the context
     /// markers of the kernel ABI. Returns the number of entries.
     fn callchain(&mut self, _out: &mut [u64]) -> usize {
         0
     }
-    /// Returns the data address associated with the event.
+    /// Returns the data address of the event that overflowed.
     fn addr(&mut self) -> u64 {
         0
     }
@@ -41,8 +41,8 @@ pub trait SampleRegs {
     }
 }
 
-/// Registers that report an unknown instruction pointer in the guest's kernel, for a VMM that takes
-/// no samples.
+/// Registers of a VMM that takes no samples. They report an unknown instruction pointer in the
+/// guest's kernel.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct UnavailableRegs;
 
@@ -55,7 +55,8 @@ impl SampleRegs for UnavailableRegs {
     }
 }
 
-/// Sample fields whose data [`SampleRegs`] supplies. Such samples also need the CPU mode.
+/// Sample fields whose data [`SampleRegs`] supplies. A sample with one of them also needs the CPU
+/// mode.
 pub(crate) const FROM_REGS: SampleType = SampleType::IP
     .union(SampleType::ADDR)
     .union(SampleType::CALLCHAIN)
@@ -63,20 +64,20 @@ pub(crate) const FROM_REGS: SampleType = SampleType::IP
     .union(SampleType::BRANCH_STACK)
     .union(USER);
 
-/// Sample fields that contain user-space registers or stack.
+/// Sample fields that contain the user-space registers or stack.
 const USER: SampleType = SampleType::REGS_USER.union(SampleType::STACK_USER);
 
-/// Register data that must be read to write the samples of one overflow.
+/// The register data that must be read to write the samples of one overflow.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct RegsRequest {
     /// `true` if the overflow causes at least one sample.
     pub sample: bool,
     pub fields: SampleType,
-    /// Maximum number of user stack bytes in a sample.
+    /// Maximum number of user stack bytes that a sample contains.
     pub stack_bytes: u32,
-    /// Parameters of the branch stack, or `None` if no sample has one.
+    /// Parameters of the branch stack, or `None` if no sample contains one.
     pub branches: Option<BranchSampling>,
-    /// `true` if samples are written even if the branches are not known yet.
+    /// `true` if the samples need not wait until the branches are known.
     pub without_branches: bool,
 }
 
@@ -119,14 +120,15 @@ impl RegsRequest {
     }
 }
 
-/// Register data read so far for one overflow. Only raw data is read more than once.
+/// The register data that was read so far for one overflow. Only the raw data is not kept and may
+/// be read again.
 #[derive(Debug, Default)]
 pub(crate) struct RegsCache {
     mode: Option<CpuMode>,
     ip: Option<u64>,
     addr: Option<u64>,
     chain: Option<([u64; CALLCHAIN_MAX], usize)>,
-    /// Parameters of the last [`SampleRegs::branches`] call, and its return value.
+    /// Parameters and result of the last [`SampleRegs::branches`] call.
     branches: Option<(BranchSampling, bool)>,
     branch_entries: Vec<BranchEntry>,
 }
@@ -136,7 +138,7 @@ impl RegsCache {
         *self.mode.get_or_insert_with(|| regs.mode())
     }
 
-    /// Reads the data in `wants` that is not yet known.
+    /// Reads the data that `wants` requests and that has not been read yet.
     pub fn read<'a>(&'a mut self, regs: &'a mut dyn SampleRegs, wants: RegsRequest) -> SampledRegs<'a> {
         if !wants.sample {
             return SampledRegs::default();
@@ -191,23 +193,23 @@ impl RegsCache {
     }
 }
 
-/// Register data that was read for one overflow.
+/// The register data that was read for the samples of one overflow.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct SampledRegs<'a> {
-    /// Request that was read.
+    /// The request for which the data was read.
     pub wants: RegsRequest,
     pub mode: CpuMode,
     pub ip: u64,
     pub addr: u64,
     pub callchain: &'a [u64],
-    /// Branches; `None` if they were not requested or are not known yet.
+    /// Branch stack, or `None` if it was not requested or is not known yet.
     pub branches: Option<&'a [BranchEntry]>,
     pub raw: &'a [u8],
     pub user: UserRegsAndStack<'a>,
 }
 
 impl<'a> SampledRegs<'a> {
-    /// Writes the branch stack for one event to `words`, which must be empty.
+    /// Writes the branch stack of a sample of one event to `words`, which must be empty.
     pub fn branches_for(&self, attr: &Attr, words: &mut Vec<u64>) {
         let BranchSampling { filter, depth, .. } = attr.branches;
         let branches = self.branches.unwrap_or_default().iter();
@@ -219,8 +221,8 @@ impl<'a> SampledRegs<'a> {
         );
     }
 
-    /// Returns the user-space data for one event, which may need less of the stack than another
-    /// event.
+    /// Returns the user registers and stack of a sample of one event, with at most the number of
+    /// stack bytes that `attr` requests.
     pub fn user_for(&self, attr: &Attr) -> UserRegsAndStack<'a> {
         let most = attr.sample_stack_user as usize / 8 * 8;
         UserRegsAndStack {

@@ -1,9 +1,9 @@
 //! Time slices of multiplexed events, as input of an [`Estimator`], and sums of estimates over a
 //! family.
 //!
-//! A slice starts when the event is scheduled in and ends when another event replaces it. It is
-//! measured in time enabled. If the vCPU pauses and no other event uses the slot meanwhile, this
-//! time stops and the slice continues afterwards.
+//! A slice starts when the event is scheduled in and ends when another event replaces it. Slices
+//! are measured in time enabled, which stops while the vCPU is paused. A pause in which no other
+//! event uses the slot therefore does not end the slice.
 
 use crate::estimate::{Estimate, Estimator};
 use crate::model::state::EventState;
@@ -18,13 +18,13 @@ pub(crate) struct Slices {
     open: Option<(u64, u64)>,
     /// Time enabled when the event was last scheduled out, in nanoseconds.
     off_ns: u64,
-    /// Time enabled at the last reset, in nanoseconds: the origin of the estimator.
+    /// Time enabled at the last reset, in nanoseconds. The estimator starts at this time.
     origin_ns: u64,
 }
 
 impl Slices {
     /// Records that the event is scheduled in at time enabled `enabled_ns`, with count `count`.
-    /// Returns `true` if this closes the previous slice.
+    /// Returns `true` if this ends the previous slice.
     pub fn on(&mut self, enabled_ns: u64, count: u64) -> bool {
         if let Some((from_ns, at)) = self.open {
             if self.off_ns == enabled_ns {
@@ -36,7 +36,7 @@ impl Slices {
     }
 
     /// Ends the slice of an event whose slot was given to another event, at count `count`. Returns
-    /// `true` if there was a slice to close.
+    /// `true` if there was a slice to end.
     pub fn end(&mut self, count: u64) -> bool {
         let Some((from_ns, at)) = self.open.take() else {
             return false;
@@ -50,7 +50,7 @@ impl Slices {
             .slice(from_ns - self.origin_ns, self.off_ns - self.origin_ns, counted);
     }
 
-    /// Records count `count` of an active event in the middle of its slice.
+    /// Records the count `count` of an active event at a read in the middle of its slice.
     pub fn mid_slice(&mut self, enabled_ns: u64, count: u64) {
         if let Some((_, at)) = self.open {
             self.estimator
@@ -59,7 +59,7 @@ impl Slices {
     }
 
     /// Records that the event is scheduled out at time enabled `enabled_ns`, possibly only because
-    /// its vCPU pauses. The count is read later.
+    /// its vCPU pauses. The count at that time is not known yet.
     pub fn off(&mut self, enabled_ns: u64) {
         self.off_ns = enabled_ns;
     }
@@ -74,12 +74,13 @@ impl Slices {
         };
     }
 
-    /// Returns the last change of the event rate ([`Estimator::last_step`]).
+    /// Returns the change of the event's rate between its last two slices
+    /// ([`Estimator::last_step`]).
     pub fn last_step(&self) -> Option<f64> {
         self.estimator.last_step()
     }
 
-    /// Returns `true` if a periodic pattern is in phase with the slices
+    /// Returns `true` if a periodic guest pattern aliases with the slices
     /// ([`Estimator::detects_aliasing`]).
     pub fn detects_aliasing(&self) -> bool {
         self.estimator.detects_aliasing()
@@ -110,23 +111,23 @@ pub(crate) struct EstimateSum {
     value: u64,
     /// Sum of the squared standard errors.
     variance: f64,
-    /// `true` if some estimate has no standard error.
+    /// `true` if at least one of the estimates has no standard error.
     unsure: bool,
     /// Sum of the error bounds, if every estimate has one.
     bound: f64,
     boundless: bool,
-    /// `true` if the sum contains an estimated count rather than only exact ones.
+    /// `true` if at least one of the counts is estimated rather than exact.
     scaled: bool,
-    /// `true` if some event was enabled but never active. Its count is unknown and a sum without it
-    /// would be too small.
+    /// `true` if some event was enabled but never active. The sum is then unknown, because the
+    /// count of that event is missing.
     missing: bool,
     /// `true` if at least one event was counted.
     counted: bool,
 }
 
 impl EstimateSum {
-    /// Converts the result of one event: its estimate or, if there is no estimate and the event was
-    /// always active, its exact totals.
+    /// Creates the sum for one event: its estimate or, if there is no estimate and the event was
+    /// always active, its exact count.
     pub fn of(totals: Totals, estimate: Option<Estimate>) -> Self {
         let running = totals.times.running_ns;
         match estimate {
@@ -157,7 +158,7 @@ impl EstimateSum {
         }
     }
 
-    /// Returns the estimate of an event whose count is known to be zero.
+    /// Returns the estimate 0, for an event whose count is known to be zero.
     pub fn zero(counted: bool) -> Self {
         Self {
             counted,

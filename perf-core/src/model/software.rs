@@ -8,9 +8,10 @@
 //!
 //! Events can nest: the handling of one event may raise another, and a signal handler may raise one
 //! at any time. There are four levels, like task, softirq, interrupt and NMI in the kernel. An
-//! event is dropped if its own level is already being handled on the same thread, which prevents
-//! endless recursion. An event of another level is delivered if the context lock is free. Otherwise
-//! it is added to an atomic counter, and the next thread that locks the context accounts for it.
+//! event is dropped if the same thread is already handling an event of the same level, which
+//! prevents endless recursion. An event of another level is delivered if the context lock is free.
+//! Otherwise it is added to an atomic counter, and the next thread that locks the context accounts
+//! for it.
 
 use std::cell::Cell;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
@@ -19,17 +20,17 @@ use crate::attr::{Attr, EventType};
 
 macro_rules! software_ids {
     ($($(#[$doc:meta])* $name:ident = $value:expr, $text:expr;)*) => {
-        /// Software events that the VMM can raise. Their values are the `config` of
-        /// [`crate::EventType::VMM`].
+        /// A software event that the VMM can raise. The value of a variant is the `config` of the
+        /// event with type [`crate::EventType::VMM`].
         #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
         #[repr(u64)]
         pub enum SoftwareEventId { $($(#[$doc])* $name = $value,)* }
 
         impl SoftwareEventId {
-            /// All software events.
+            /// All software events that the VMM can raise.
             pub const ALL: &[Self] = &[$(Self::$name,)*];
 
-            /// Returns the name of the event on the command line.
+            /// Returns the name by which command lines select the event.
             #[must_use]
             pub fn name(self) -> &'static str {
                 match self { $(Self::$name => $text,)* }
@@ -75,17 +76,18 @@ impl SoftwareEventId {
     }
 }
 
-/// Execution level at which an event is raised. Each level can interrupt the previous ones.
+/// Execution level of the code that raises a software event. Each level can interrupt the previous
+/// ones.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub enum SoftwareEventLevel {
-    /// Run loop and exit handlers.
+    /// The run loop and exit handlers of the vCPU.
     #[default]
     Thread,
-    /// Deferred work of the run loop.
+    /// Deferred work of the vCPU's run loop.
     Deferred,
-    /// Signal handler.
+    /// A signal handler.
     Signal,
-    /// Handler that can interrupt signal handlers.
+    /// A handler that can interrupt signal handlers.
     Nmi,
 }
 
@@ -103,12 +105,12 @@ impl DeferredEvents {
         self.any.store(true, Ordering::Release);
     }
 
-    /// Returns `true` if there are events that have not been accounted for yet.
+    /// Returns `true` if there are deferred events that have not been accounted for.
     pub fn is_waiting(&self) -> bool {
         self.any.load(Ordering::Relaxed)
     }
 
-    /// Takes all events.
+    /// Removes all deferred events and passes the number of each to `each`.
     pub fn take(&self, mut each: impl FnMut(SoftwareEventId, u64)) {
         if !self.any.load(Ordering::Relaxed) || !self.any.swap(false, Ordering::Acquire) {
             return;
@@ -128,7 +130,7 @@ thread_local! {
     static BUSY: Cell<u8> = const { Cell::new(0) };
 }
 
-/// A guard that marks a level as being handled by this thread.
+/// A guard that marks a level as being handled by this thread until dropped.
 pub(crate) struct LevelGuard {
     bit: u8,
     outermost: bool,
@@ -164,8 +166,8 @@ impl Drop for LevelGuard {
 }
 
 /// Number of open events per software event ID, and number of open events that request SWITCH
-/// records. Because of these numbers, raising an event that no open event counts costs only one
-/// load.
+/// records. A raise checks these numbers first, so raising an event that no open event counts costs
+/// one load.
 #[derive(Debug, Default)]
 pub(crate) struct OpenEventCounts {
     counts: [AtomicU32; IDS],
@@ -202,7 +204,7 @@ impl OpenEventCounts {
         self.open(id) != 0
     }
 
-    /// Returns the number of open events for `id`.
+    /// Returns the number of open events that count software event `id`.
     pub fn open(&self, id: SoftwareEventId) -> u32 {
         self.counts[id as usize].load(Ordering::Relaxed)
     }

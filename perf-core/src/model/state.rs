@@ -4,39 +4,39 @@
 /// be used.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum EventState {
-    /// Pinned event that could not be scheduled. Only an explicit enable recovers it, and reads
-    /// return 0 bytes.
+    /// Pinned event that could not be scheduled. A `read(2)` of the event returns 0 bytes. The
+    /// event leaves this state only when it is enabled again.
     Error,
     /// Disabled event.
     Off,
     /// Enabled event that waits for its context to be scheduled in, for its group leader, or for a
     /// slot.
     Inactive,
-    /// Event that counts.
+    /// Event that is scheduled on the PMU and counts.
     Active,
 }
 
-/// Work that [`crate::PerfCore::tick`] has to do, in increasing order.
+/// Amount of work that [`crate::PerfCore::tick`] has to do, from the least to the most.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub enum PendingTickWork {
-    /// No work.
+    /// No ticks are needed.
     #[default]
     None,
-    /// No work yet, but events with a fixed sampling period may be throttled. A timer that ticks
-    /// less often delays only the first unthrottling.
+    /// No work at present, but events with a fixed sampling period may be throttled later. The
+    /// timer may tick less often, which only delays the first unthrottling.
     Watch,
-    /// Work at each tick: groups rotate or are retried, periods are adjusted to frequencies, or
-    /// throttled events exist.
+    /// Work at each tick: groups rotate or are retried, periods adapt to a frequency, or events are
+    /// throttled.
     Work,
 }
 
 /// Owner of an event, which determines its priority for slots.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) enum Owner {
-    /// The guest: the event implements a counter that the guest has programmed.
+    /// The guest. The event backs a counter that the guest has programmed.
     Guest,
-    /// Operator, for the whole VM.
+    /// An operator, for a VM-wide event.
     OperatorVm,
-    /// Operator, for one vCPU.
+    /// An operator, for an event of one vCPU.
     OperatorVcpu,
 }

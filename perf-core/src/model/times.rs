@@ -11,9 +11,9 @@ use crate::time::TimeTotals;
 /// advances then.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct ContextClock {
-    /// Time accumulated until `stamp_ns`, in nanoseconds.
+    /// Context time at clock value `stamp_ns`, in nanoseconds.
     time_ns: u64,
-    /// Clock value at which the time was last advanced.
+    /// Clock value at which `time_ns` was last updated, in nanoseconds.
     stamp_ns: u64,
     active: bool,
 }
@@ -49,7 +49,7 @@ impl ContextClock {
         }
     }
 
-    /// Advances the time to `now_ns` and returns it. Later calls never return a smaller value.
+    /// Advances the context time to clock value `now_ns` and returns it. Never decreases.
     pub fn advance(&mut self, now_ns: u64) -> u64 {
         if self.active {
             self.time_ns = self.time_at(now_ns);
@@ -59,11 +59,11 @@ impl ContextClock {
     }
 }
 
-/// The five values from which event times are computed.
+/// The values from which the time enabled and the time running of an event are computed.
 ///
-/// `total` is authoritative while the event is off or in the error state. While the event is
-/// inactive or active, the timestamps are authoritative and `total` is a copy from the last update.
-/// `stopped` is valid only while the event is inactive.
+/// While the event is off or in the error state, `total` contains its times. While the event is
+/// inactive or active, its times follow from the timestamps, and `total` is a copy from the last
+/// update. `stopped` is valid only while the event is inactive.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct EventTimes {
     total: TimeTotals,
@@ -73,7 +73,7 @@ pub(crate) struct EventTimes {
 }
 
 impl EventTimes {
-    /// Creates the times of an event that joins a context at context time `time`.
+    /// Creates the times of an event that is added to a context at context time `time`.
     pub fn attach(time: u64) -> Self {
         Self {
             total: TimeTotals::default(),
@@ -83,28 +83,28 @@ impl EventTimes {
         }
     }
 
-    /// Enables the event. The accumulated times continue from `time`.
+    /// Enables the event at context time `time`, from which its times continue to advance.
     pub fn enable(&mut self, time: u64) {
         self.enabled_stamp = time.wrapping_sub(self.total.enabled_ns);
         self.running_stamp = time.wrapping_sub(self.total.running_ns);
         self.stopped_stamp = time;
     }
 
-    /// Schedules the event in. The time since the event was scheduled out does not count as running
-    /// time.
+    /// Schedules the event in at a context time. The time since the event was scheduled out is not
+    /// added to the time running.
     pub fn go_on(&mut self, time: u64) {
         self.running_stamp = self
             .running_stamp
             .wrapping_add(time.wrapping_sub(self.stopped_stamp));
     }
 
-    /// Schedules the event out.
+    /// Schedules the event out at a context time.
     pub fn sched_out(&mut self, time: u64) {
         self.stopped_stamp = time;
     }
 
     /// Computes the times of the event. `leader` is the state of the group leader, because the
-    /// times of a group member stop while its leader is off, as if the member itself were off.
+    /// times of a member do not advance while its leader is off.
     pub fn at(&self, state: EventState, leader: EventState, time: u64) -> TimeTotals {
         if state < EventState::Inactive || leader < EventState::Inactive {
             return self.total;
@@ -120,14 +120,14 @@ impl EventTimes {
         }
     }
 
-    /// Copies the computed times to the accumulated totals. Call this method before `state` or
-    /// `leader` changes to a state below inactive (off or error).
+    /// Stores the computed times in the accumulated totals. Call this method before the event or
+    /// its leader becomes off or enters the error state.
     pub fn settle(&mut self, state: EventState, leader: EventState, time: u64) {
         self.total = self.at(state, leader, time);
     }
 
-    /// Sets the accumulated times, in any state of the event. Changes totals and timestamps
-    /// together, because otherwise the next computation would overwrite the totals.
+    /// Sets the accumulated times, in any state of the event. Adjusts the timestamps too, because
+    /// the times of an enabled event are computed from them.
     pub fn set(&mut self, times: TimeTotals, time: u64) {
         self.total = times;
         self.enable(time);

@@ -4,7 +4,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use crate::time::TimeTotals;
 
-/// Totals of exited children.
+/// Sum of the totals of the exited children of an event. Can be read without a lock.
 #[derive(Debug, Default)]
 pub(crate) struct ExitedTotals {
     pub count: AtomicU64,
@@ -30,7 +30,7 @@ impl ExitedTotals {
     }
 }
 
-/// A count with its time enabled and time running.
+/// The count of an event, with its time enabled and time running.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Totals {
     pub count: u64,

@@ -1,4 +1,4 @@
-//! Demand for side-band records.
+//! Number of open events that request each type of side-band record.
 
 use std::sync::atomic::{AtomicU32, Ordering};
 

@@ -1,12 +1,12 @@
-//! Doubly linked lists in a table of entries, with constant-time insertion and removal and without
-//! allocation.
+//! Doubly linked lists of multiplexed groups. The links are stored in the groups' entries in a
+//! table, so insertion and removal take constant time and do not allocate.
 
 use super::GroupKey;
 
-/// End of a list.
+/// Link value that marks the end of a list.
 const NIL: u32 = u32::MAX;
 
-/// Converts `key` to the 32-bit form that links store.
+/// Converts `key` to the 32-bit form that is stored in links.
 #[expect(
     clippy::cast_possible_truncation,
     reason = "the queue takes in keys of 32 bits only"
@@ -15,12 +15,12 @@ fn short(key: GroupKey) -> u32 {
     usize::from(key) as u32
 }
 
-/// Converts the 32-bit form of a key in a link to the key, or to `None` for the end of the list.
+/// Converts the 32-bit form of a link to a key, or to `None` at the end of the list.
 fn key(short: u32) -> Option<GroupKey> {
     (short != NIL).then(|| (short as usize).into())
 }
 
-/// Previous and next entry of an entry in one list.
+/// The keys of the previous and of the next entry in a list.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct ListLink {
     prev: u32,
@@ -31,8 +31,8 @@ impl ListLink {
     pub(super) const NONE: Self = Self { prev: NIL, next: NIL };
 }
 
-/// A list whose links are stored in its entries. An entry may contain links of several lists, and
-/// the `link` argument of each method selects the link of this list.
+/// A linked list of groups. The links are stored in the entries of the groups. An entry may contain
+/// links of several lists, and the `link` argument of each method selects those of this list.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct GroupList {
     head: u32,

@@ -1,5 +1,5 @@
-//! Loom model of child exits. Checks the actual code of [`super::Children`], protected by loom's
-//! mutex, with loom's atomics in the children.
+//! Loom model of child exits. Checks the code of [`super::Children`] under loom's mutex, with
+//! loom's atomics in the children.
 //!
 //! Run with `RUSTFLAGS="--cfg loom" cargo test -p perf-core --release --lib ::model::`.
 
@@ -12,7 +12,7 @@ use crate::model::slices::EstimateSum;
 use crate::model::totals::{ExitedTotals, Totals};
 use crate::time::TimeTotals;
 
-/// A child event whose vCPU counts on another thread.
+/// A child event with an atomic count, which another thread increments.
 #[derive(Clone)]
 struct Child {
     id: usize,
@@ -66,8 +66,8 @@ fn sum(family: &Family) -> u64 {
     totals.count
 }
 
-/// Counts `work` on behalf of a vCPU, and then folds the child into its parent, as when the vCPU
-/// exits.
+/// Counts `work` in `child`, and then removes the child from the family and adds its totals to the
+/// parent, as when a vCPU exits.
 fn work_and_exit(family: &Family, child: &Child, work: u64) {
     for _ in 0..work {
         child.count.fetch_add(1, Relaxed);
