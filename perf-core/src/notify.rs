@@ -1,4 +1,4 @@
-//! Reader notification of an event: poll state and eventfd.
+//! Notification of an event's readers through a poll state and an eventfd.
 
 use std::io;
 use std::os::fd::BorrowedFd;
@@ -11,12 +11,13 @@ use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 use crate::ring::borrowed;
 
 bitflags! {
-    /// The poll state of an event.
+    /// The poll state of an event: what its reader has not been notified of yet.
     #[derive(Clone, Copy, Debug, PartialEq, Eq)]
     pub struct PollState: u32 {
-        /// Samples are available.
+        /// Samples are available in the ring.
         const IN = 1;
-        /// The event reached its limit and was disabled, its vCPU was removed, or it has no ring.
+        /// No further samples will follow: the event reached its overflow limit and was disabled,
+        /// its vCPU was removed, or the event has no ring.
         const HUP = 2;
     }
 }
@@ -34,8 +35,8 @@ pub(crate) struct PollNotifier {
 }
 
 impl PollNotifier {
-    /// Adds `what` to the state and wakes pollers. Needs one system call, or none if the descriptor
-    /// was never requested.
+    /// Adds `what` to the poll state and wakes the pollers. Takes one system call, or none if the
+    /// eventfd was never requested.
     pub fn signal(&self, what: PollState) {
         self.state.fetch_or(what.bits(), Ordering::Release);
         if let Some(fd) = self.fd.get() {
@@ -45,7 +46,7 @@ impl PollNotifier {
         }
     }
 
-    /// Returns and clears the state.
+    /// Returns the poll state and clears it.
     pub fn take(&self) -> PollState {
         if let Some(fd) = self.fd.get() {
             // The eventfd is non-blocking. An error only means that nothing was signaled.
@@ -54,7 +55,7 @@ impl PollNotifier {
         PollState::from_bits_retain(self.state.swap(0, Ordering::AcqRel))
     }
 
-    /// Returns the descriptor to poll for input.
+    /// Returns the eventfd, which becomes readable when the poll state is set.
     pub fn fd(&self) -> io::Result<BorrowedFd<'_>> {
         if let Some(fd) = self.fd.get() {
             return Ok(borrowed(fd));

@@ -68,7 +68,7 @@ impl GroupList {
         key(link(&entries[usize::from(group)]).next)
     }
 
-    /// Appends `group`, which must not be in this list.
+    /// Appends `group`, which must not be in this list yet.
     pub(super) fn push_back<E>(
         &mut self,
         entries: &mut [E],

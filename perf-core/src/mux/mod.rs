@@ -1,13 +1,13 @@
 //! Multiplexing of groups that need more slots than are available.
 //!
 //! A [`MuxQueue`] holds the flexible groups of one context. At the end of each multiplexing
-//! interval, one active group returns to the waiting list, and the queue selects the next group and
+//! interval, the queue moves one active group to the waiting list, and selects the next group and
 //! the length of the next interval. There are two policies:
 //!
 //! - [`MuxPolicy::Rotate`]: round-robin with equal intervals, as in Linux.
 //! - [`MuxPolicy::Adaptive`]: shorter intervals, more slots for groups with varying rates, and
 //!   detection and avoidance of guest patterns that alias with the intervals. No group starves,
-//!   because a steady group yields only every other time.
+//!   because a group with a steady rate yields its turn at most every other time.
 //!
 //! The intervals are regular by design. Irregular intervals measure every periodic pattern with a
 //! similar, moderate error. Regular intervals measure all but a few patterns exactly. These few
@@ -66,18 +66,18 @@ impl From<GroupKey> for usize {
     }
 }
 
-/// Policy for sharing slots over time.
+/// Policy by which the groups of a context share slots over time.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum MuxPolicy {
-    /// Round-robin with equal slices.
+    /// Round-robin with intervals of equal length, as in Linux.
     #[default]
     Rotate,
-    /// Shorter slices, more slots for groups with varying rates, and detection of guest patterns
+    /// Shorter intervals, more slots for groups with varying rates, and detection of guest patterns
     /// that alias with the multiplexing interval.
     Adaptive,
 }
 
-/// Error for the name of an unknown multiplexing policy.
+/// Error of parsing the name of a multiplexing policy: the name is unknown.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("must be rotate or adaptive")]
 pub struct UnknownMuxPolicy;

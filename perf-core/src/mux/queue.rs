@@ -3,8 +3,8 @@
 use super::list::{GroupList, ListLink};
 use super::{GroupKey, MuxPolicy};
 
-/// Maximum number of groups skipped per search: exclusive groups that cannot be scheduled although
-/// slots are free, or steady groups that yield.
+/// Maximum number of groups that one search for the next group skips: exclusive groups that
+/// conflict with active groups, or groups with steady rates that yield their turns.
 const SKIP_MAX: usize = 8;
 
 /// Candidate multiplexing intervals, in units of the interval of [`MuxPolicy::Rotate`]. Powers of
@@ -12,8 +12,8 @@ const SKIP_MAX: usize = 8;
 /// frequencies in common. Shorter intervals resolve more detail. The next interval is selected when
 /// a periodic guest pattern aliases with the current one.
 const INTERVALS: [f64; 3] = [0.146, 0.236, 0.382];
-/// Returns the interval of [`MuxPolicy::Rotate`] for which the initial interval of
-/// [`MuxPolicy::Adaptive`] is `first_ns`, in nanoseconds.
+/// Converts `first_ns`, the initial interval of [`MuxPolicy::Adaptive`], to the interval of
+/// [`MuxPolicy::Rotate`] that it belongs to, in nanoseconds.
 #[expect(
     clippy::cast_possible_truncation,
     clippy::cast_sign_loss,
@@ -30,28 +30,29 @@ const STRETCH: f64 = 1.618;
 /// Weight of the newest squared rate change in a group's running mean, once the group has had
 /// enough rate changes.
 const NEWEST_STEP_WEIGHT: f32 = 0.01;
-/// Maximum squared step that enters the mean, so that a single very short slice has no lasting
-/// effect.
+/// Maximum squared rate change that enters a group's running mean, so that a single very short
+/// slice has no lasting effect.
 const SQUARE_MAX: f64 = 16.0;
-/// Minimum number of steps for conclusions about a group.
+/// Minimum number of rate changes (steps) of a group before its rate is classified.
 const STEPS_MIN: u16 = 8;
-/// Maximum mean square step of a steady group (rates within 3 %). Steady groups yield every other
-/// time.
+/// Maximum mean square rate change of a steady group (rates within 3 %). Steady groups yield their
+/// turn every other time.
 const STEADY: f32 = 1e-3;
-/// Maximum mean square step of a calm group (rates within 25 %). The rate of such a group either
-/// varies little or aliases with the intervals.
+/// Maximum mean square rate change of a calm group (rates within 25 %). The rate of such a group
+/// either varies little or aliases with the intervals.
 const CALM: f32 = 0.06;
-/// Factor of the mean square step in the detection threshold. A shift reveals a pattern if the
-/// squared step across the shift exceeds this factor times the mean square step, plus
-/// [`SHIFT_THRESHOLD_MIN`] (the square of a tenth of the rate).
+/// A phase shift reveals a pattern in a group if the squared rate change across the shift exceeds
+/// this factor times the group's mean square rate change, plus [`SHIFT_THRESHOLD_MIN`] (the square
+/// of a tenth of the rate).
 const SHIFT_THRESHOLD: f64 = 8.0;
 const SHIFT_THRESHOLD_MIN: f64 = 0.01;
-/// Number of consecutive shifts that must reveal a pattern in the same group to confirm the
-/// pattern. A single shift that reveals a pattern in most groups also confirms it.
+/// Number of consecutive phase shifts that must reveal a pattern in the same group before the
+/// pattern is confirmed. A single shift that reveals a pattern in most groups also confirms the
+/// pattern.
 const CONFIRMING_SHIFTS: u8 = 2;
-/// Number of rotations before the first shift. The number of rotations before each later shift
-/// grows by the factor [`NEXT_SHIFT`], because a shift slightly reduces the precision of regular
-/// intervals.
+/// Number of rotations before the first phase shift. The number of rotations before each later
+/// shift grows by the factor [`NEXT_SHIFT`], because a shift slightly reduces the precision of
+/// regular intervals.
 const FIRST_SHIFT: RotationCount = RotationCount(8);
 const NEXT_SHIFT: u64 = 4;
 
@@ -65,7 +66,7 @@ impl IntervalIndex {
         INTERVALS[self.0]
     }
 
-    /// Returns the interval to use after this one if a pattern aliases with it.
+    /// Returns the interval that replaces this one when a guest pattern aliases with this one.
     fn next(self) -> Self {
         Self((self.0 + 1) % INTERVALS.len())
     }
@@ -114,7 +115,8 @@ impl IntervalCount {
 pub enum SlotOffer {
     /// The group was scheduled.
     Taken,
-    /// The group does not fit. It stays at the head of the queue and cannot be overtaken.
+    /// The group does not fit. The group stays at the head of the queue, and no other group may
+    /// overtake it.
     NoRoom,
     /// The group conflicts with an active group. Other groups may fit.
     NotNow,
@@ -142,28 +144,27 @@ enum Confidence {
 
 #[derive(Clone, Copy, Debug)]
 struct QueueEntry {
-    /// Links in the list of active or of waiting groups, both ordered by age.
+    /// Links in the list of active groups or in the list of waiting groups.
     age: ListLink,
     place: QueueState,
     trust: Confidence,
     /// Phase in which the last slice of the group ended.
     phase: Phase,
-    /// [`MuxQueue::era`] in which the following fields were measured. In a later era they are
-    /// invalid.
+    /// Value of [`MuxQueue::era`] for which the following fields are valid.
     era: IntervalEra,
     /// Mean square of the rate changes between consecutive regular slices, relative to the mean
-    /// rate.
+    /// rate of the group.
     steps: f32,
     /// Number of rate changes in the mean [`QueueEntry::steps`].
     known: u16,
     /// `true` if the next rate change compares slices of different length and must be ignored.
     skip: bool,
-    /// Rate change from the last regular slice to the slice in the stretched rotation, if the group
-    /// has just had such a slice.
+    /// Rate change from the last regular slice of the group to its slice in the stretched rotation,
+    /// or `None` if the group has had no such slice in the current phase shift.
     into_shift: Option<f32>,
-    /// Number of consecutive shifts that revealed a pattern in this group.
+    /// Number of consecutive phase shifts that revealed a pattern in this group.
     revealed: u8,
-    /// `true` if the group has yielded its turn since it was last active.
+    /// `true` if the group has yielded a turn since it was last active.
     passed: bool,
 }
 
@@ -193,7 +194,7 @@ enum Phase {
     /// Intervals of equal length.
     #[default]
     Regular,
-    /// One rotation with longer intervals, which shifts all following ones by 0.618 of a rotation.
+    /// One rotation with longer intervals, which shifts the phase of all later intervals.
     Stretched,
     /// First rotation after a stretched one.
     Shifted,
@@ -212,28 +213,27 @@ pub struct MuxQueue {
     on: GroupList,
     /// Waiting groups, the longest waiting first.
     waiting: GroupList,
-    /// Group that did not fit into the free slots and is therefore scheduled first once more slots
-    /// are free.
+    /// Group that did not fit into the free slots. No other group is scheduled before this one.
     held: Option<GroupKey>,
-    /// End of the current interval, or 0 if none is scheduled.
+    /// End of the current interval, on the caller's clock in nanoseconds, or 0 if there is none.
     next_turn_ns: u64,
     pace: IntervalIndex,
     era: IntervalEra,
     phase: Phase,
-    /// Number of intervals left in the phase.
+    /// Number of intervals left in the current phase.
     left: IntervalCount,
     /// Number of rotations before the next phase shift, which takes place only if there are groups
     /// with [`Confidence::Suspect`].
     run: RotationCount,
     /// Number of groups with [`Confidence::Suspect`] since the interval was last changed.
     suspects: usize,
-    /// Results of the current phase shift. `checked`: number of suspect groups checked. `revealed`:
-    /// number of these groups with a pattern. `pattern_confirmed`: `true` if consecutive shifts
-    /// confirmed a pattern.
+    /// Results of the current phase shift. `checked`: number of groups with [`Confidence::Suspect`]
+    /// that were checked. `revealed`: number of these groups in which the shift revealed a pattern.
+    /// `pattern_confirmed`: `true` if consecutive shifts confirmed a pattern.
     checked: usize,
     revealed: usize,
     pattern_confirmed: bool,
-    /// Pseudo-random state that selects groups to read in the middle of a slice.
+    /// State of the pseudo-random generator that selects groups to read in the middle of a slice.
     draw: u32,
     /// `turns`: number of intervals so far. `aliased_at`: value of `turns` at the last call of
     /// [`MuxQueue::record_aliasing`].
@@ -253,19 +253,19 @@ impl MuxQueue {
         }
     }
 
-    /// Returns the number of groups.
+    /// Returns the number of groups in the queue, active and waiting.
     #[must_use]
     pub fn len(&self) -> usize {
         self.on.len() + self.waiting.len()
     }
 
-    /// Returns `true` if the queue has no groups.
+    /// Returns `true` if the queue contains no groups.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
 
-    /// Returns the share of the groups that are active, or `None` if the queue is empty.
+    /// Returns the fraction of the groups that are active, or `None` if the queue is empty.
     #[must_use]
     #[expect(clippy::cast_precision_loss, reason = "a queue has few groups")]
     pub fn active_share(&self) -> Option<f64> {
@@ -327,9 +327,10 @@ impl MuxQueue {
         entry.trust = trust;
     }
 
-    /// Reports the result of the last slice of group `key`. `step` is the change of its rate since
-    /// the slice before, relative to its mean rate ([`crate::estimate::Estimator::last_step`]; for
-    /// several members the largest change), or `None` if it is not known yet.
+    /// Reports the result of the last slice of group `key`. `step` is the change of the group's
+    /// rate since the previous slice, relative to the mean rate
+    /// ([`crate::estimate::Estimator::last_step`]; for several members the largest change), or
+    /// `None` if the change is not known yet.
     #[expect(
         clippy::cast_possible_truncation,
         reason = "a step of a rate is a rough number"
@@ -388,9 +389,9 @@ impl MuxQueue {
         }
     }
 
-    /// Evaluates the rate change `step` of group `key` across a phase shift. If a pattern aliases
-    /// with the intervals, the slices after the shift see a different phase of it. Other rates
-    /// hardly change.
+    /// Evaluates the rate change `step` of group `key` across a phase shift. The rate of a group
+    /// changes considerably only if a guest pattern aliases with the intervals, because the slices
+    /// after the shift see a different phase of the pattern.
     fn shifted(&mut self, key: GroupKey, step: f64) {
         let entry = &mut self.entries[usize::from(key)];
         if entry.trust != Confidence::Suspect {
@@ -444,11 +445,12 @@ impl MuxQueue {
         entry.is_some_and(|entry| entry.place == QueueState::On)
     }
 
-    /// Selects a group for [`crate::estimate::Estimator::mid_slice`]. In a quarter of the
-    /// intervals, returns an active group that is about halfway through its slice. All groups are
-    /// selected equally often. Returns `None` if slices are one interval long and have no middle.
+    /// Selects a group to read in the middle of its slice
+    /// ([`crate::estimate::Estimator::mid_slice`]). In a quarter of the intervals, returns an
+    /// active group that is about halfway through its slice. All groups are selected equally often.
+    /// Returns `None` if slices are one interval long and have no middle.
     ///
-    /// Call this method after a group has left and before the slots are refilled.
+    /// Call this method between [`MuxQueue::turn`] and [`MuxQueue::fill`].
     pub fn mid_slice(&mut self) -> Option<GroupKey> {
         // Steps of the golden ratio select groups evenly, whatever the number of groups.
         self.draw = self.draw.wrapping_add(0x9e37_79b9);
@@ -463,9 +465,9 @@ impl MuxQueue {
     }
 
     /// Records a pattern that aliases with the slices of some group
-    /// ([`crate::estimate::Estimator::detects_aliasing`]). Other groups may have the same pattern
-    /// and appear calm, because they see only one phase of it. Call this method at the end of a
-    /// slice.
+    /// ([`crate::estimate::Estimator::detects_aliasing`]). Groups with apparently steady rates may
+    /// have the same pattern, because all their slices see the same phase of it. Call this method
+    /// at the end of a slice.
     pub fn record_aliasing(&mut self) {
         self.aliased_at = Some(self.turns);
     }
@@ -569,7 +571,8 @@ impl MuxQueue {
         }
     }
 
-    /// Returns the next group to offer a slot to, after skipping `skip` groups with conflicts.
+    /// Returns the next group to which a slot is offered. Skips `skip` groups that conflict with
+    /// active groups.
     fn pick(&mut self, skip: usize) -> Option<GroupKey> {
         if skip > 0 {
             let mut key = self.waiting.front()?;

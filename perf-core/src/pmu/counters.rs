@@ -7,8 +7,7 @@ use std::ops::{BitAnd, BitOr};
 ///
 /// A driver numbers its counters from the most general to the most specialized: general-purpose
 /// counters first, then fixed-function counters. An event with several allowed counters is assigned
-/// to the highest-numbered one, which leaves the general-purpose counters free for events that fit
-/// nowhere else.
+/// to the highest-numbered one, which leaves the general-purpose counters free for other events.
 #[derive(Clone, Copy, Default, PartialEq, Eq, Hash)]
 pub struct CounterMask(u64);
 
@@ -17,7 +16,7 @@ impl CounterMask {
     pub const NONE: Self = Self(0);
     /// The set of all 64 counters.
     pub const ALL: Self = Self(u64::MAX);
-    /// Maximum number of counters of a PMU.
+    /// Maximum number of counters in a set.
     pub const MAX_COUNTERS: usize = 64;
 
     /// Returns the set of counters 0 to `n - 1`, or all 64 counters if `n` is larger than 64.
@@ -76,7 +75,7 @@ impl CounterMask {
         Self(self.0 & !other.0)
     }
 
-    /// Returns the highest-numbered counter.
+    /// Returns the highest-numbered counter in the set, or `None` if the set is empty.
     #[must_use]
     pub const fn last(self) -> Option<usize> {
         match self.0.checked_ilog2() {
@@ -85,7 +84,7 @@ impl CounterMask {
         }
     }
 
-    /// Returns this set without its `n` lowest-numbered counters.
+    /// Returns the set without its `n` lowest-numbered counters.
     #[must_use]
     pub fn skip(self, n: usize) -> Self {
         self.iter()
@@ -93,7 +92,7 @@ impl CounterMask {
             .fold(self, |left, c| left.without(Self::one(c)))
     }
 
-    /// Iterates over the counters in ascending order.
+    /// Returns an iterator over the counters in the set, in ascending order.
     pub fn iter(self) -> impl Iterator<Item = usize> {
         let mut left = self.0;
         std::iter::from_fn(move || {

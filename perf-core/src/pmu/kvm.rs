@@ -18,8 +18,8 @@
 //! A statistic of the VM is a single number, independent of the number of vCPUs. Its events
 //! therefore implement [`PmuEvent::count`] on every target, so an event that all vCPUs inherit is
 //! not counted several times. A vCPU statistic that is opened for the whole VM is the sum over all
-//! vCPUs, including vCPUs that are added later, and is a package count too. Both are read when they
-//! are requested and are never stale.
+//! vCPUs, including vCPUs that are added later, and is a package count too. The values of package
+//! counts are read on request, so they are never stale.
 //!
 //! Only cumulative scalars can be events. [`StatsFile::descriptors`] also lists instantaneous
 //! values, peaks and histograms, which cannot be counted. KVM statistics never overflow.
@@ -35,18 +35,18 @@ use crate::attr::{Attr, EventType};
 use crate::pmu::spans::Spans;
 use crate::pmu::{Pmu, PmuCapacity, PmuError, PmuEvent, PmuTarget, VcpuId};
 
-/// Bit of `config` that selects the statistics of the VM.
+/// Bit of `config` that selects a statistic of the VM instead of a vCPU.
 pub const VM_SCOPE: u64 = 1 << 32;
 
 const HEADER_LEN: usize = 24;
-/// Size of a descriptor in bytes, excluding its name.
+/// Size of a statistics descriptor in bytes, excluding its name.
 const DESC_LEN: usize = 16;
-/// Maximum size of a name, in bytes. Like `MAX_DESCRIPTORS`, a bound on untrusted input: current
-/// kernels use 48 bytes per name and have fewer than 100 statistics.
+/// Maximum size of a statistic's name, in bytes. This value and `MAX_DESCRIPTORS` are generous:
+/// current kernels use 48 bytes per name and have fewer than 100 statistics.
 const MAX_NAME_LEN: u32 = 256;
 const MAX_DESCRIPTORS: u32 = 4096;
 
-/// An error that occurred while reading or parsing a statistics file.
+/// An error that occurred while reading or parsing a statistics file of KVM.
 #[derive(Debug, thiserror::Error)]
 pub enum StatsError {
     /// The file could not be read.
@@ -57,7 +57,7 @@ pub enum StatsError {
     Malformed(&'static str),
 }
 
-/// The type of a statistic.
+/// The type of a KVM statistic.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum StatKind {
@@ -65,7 +65,7 @@ pub enum StatKind {
     Cumulative,
     /// An instantaneous value.
     Instant,
-    /// The maximum so far.
+    /// The maximum value so far.
     Peak,
     /// A histogram with buckets of equal width.
     LinearHistogram,
@@ -75,7 +75,7 @@ pub enum StatKind {
     Unknown(u8),
 }
 
-/// The unit of a statistic, before its exponent is applied.
+/// The unit of a KVM statistic, before its exponent is applied.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum StatUnit {
@@ -83,7 +83,7 @@ pub enum StatUnit {
     None,
     /// Bytes.
     Bytes,
-    /// Seconds.
+    /// A number without a unit.
     Seconds,
     /// CPU cycles.
     Cycles,
@@ -93,7 +93,7 @@ pub enum StatUnit {
     Unknown(u8),
 }
 
-/// The description of one statistic.
+/// The description of one KVM statistic.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct StatDescriptor {
     /// Name that KVM gives the statistic.

@@ -2,7 +2,7 @@ use super::*;
 use proptest::prelude::*;
 use std::collections::BTreeSet;
 
-/// Fills `slots` slots with groups that need one slot each.
+/// Fills `slots` slots of the queue with groups that need one slot each.
 fn fill(queue: &mut MuxQueue, slots: usize) -> Vec<usize> {
     let mut on = Vec::new();
     queue.fill(|key| {
@@ -21,7 +21,7 @@ fn queue(policy: MuxPolicy, groups: usize) -> MuxQueue {
     queue
 }
 
-/// Multiplexes until `until_ns` and returns the active time of each group.
+/// Multiplexes the groups until `until_ns` and returns the active time of each group.
 fn play(queue: &mut MuxQueue, slots: usize, until_ns: u64, groups: usize) -> Vec<u64> {
     let mut on_ns = vec![0; groups];
     let mut now = 0;
@@ -70,7 +70,7 @@ fn mid_slice_reads_are_distributed_evenly() {
     }
 }
 
-/// A detected pattern remains valid for some rotations and then expires.
+/// A recorded aliasing pattern is forgotten after some rotations.
 #[test]
 fn aliasing_expires() {
     let mut queue = queue(MuxPolicy::Rotate, 5);
@@ -134,7 +134,7 @@ fn live(
     (visits, lengths)
 }
 
-/// Returns the mean of a square wave over a slice.
+/// Returns the mean rate of a square wave over a slice.
 fn square(from: u64, to: u64, period: u64) -> f64 {
     let high = (from..to).filter(|t| t % period < period / 2).count();
     2.0 * high as f64 / (to - from) as f64

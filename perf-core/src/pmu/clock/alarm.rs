@@ -2,8 +2,8 @@
 //!
 //! Each armed event has a deadline in guest time. Arming and disarming outside the guest, for
 //! example on behalf of a guest's interrupt handler, only changes deadlines. The timer is updated
-//! to the earliest deadline immediately before guest entry. It therefore does not run while the VMM
-//! works, and several changes take at most one system call:
+//! to the earliest deadline immediately before guest entry. Several changes between two guest
+//! entries therefore take at most one system call:
 //!
 //! - A timer that expires slightly before the earliest deadline is kept. A timer that was postponed
 //!   and has not expired since is also kept, regardless of how early it is. A guest that stops and
@@ -11,9 +11,9 @@
 //!   start.
 //! - Stopping an event does not disarm the timer. It may expire once without effect.
 //! - Until it is re-armed, the timer repeats every [`REPEAT_NS`]. After an expiry it need not be
-//!   armed for a deadline farther away than that. The next overflow of a guest's counter is such a
-//!   deadline until the handler has written the counter. The first repetition arms the timer for
-//!   the deadlines at that time, or disarms it if there are none.
+//!   armed for a deadline farther away than that. For example, the next overflow of a guest's
+//!   counter is that far away until the guest's handler has written the counter. The first
+//!   repetition arms the timer for the deadlines at that time, or disarms it if there are none.
 //!
 //! Wall-clock time advances at least as fast as guest time, so the timer may expire early. It
 //! expires late only for a deadline nearer than [`MIN_TIMER_NS`], and by no more than that.
@@ -34,7 +34,7 @@ const FAR_DEADLINE_NS: u64 = 2 * REPEAT_NS;
 /// minimum timer duration.
 const EARLY_TOLERANCE_NS: u64 = MIN_TIMER_NS;
 
-/// Deadline of a disarmed event.
+/// Deadline value of a disarmed event.
 const NEVER: u64 = u64::MAX;
 
 /// The current time on the monotonic clock and on the guest clock, in nanoseconds.
@@ -44,24 +44,24 @@ pub(super) struct ClockTimes {
     pub guest_ns: u64,
 }
 
-/// Index of an event in the alarm.
+/// Index of an event in the deadline list of its vCPU's [`Alarm`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct AlarmSlot(usize);
 
 /// The overflow deadlines of the events, and the state of the timer.
 #[derive(Debug, Default)]
 struct AlarmSchedule {
-    /// Deadlines in guest time, by index; [`NEVER`] if disarmed.
+    /// Deadline of each event in guest time, in nanoseconds; [`NEVER`] if the event is disarmed.
     deadlines: Vec<u64>,
-    /// Unused indices.
+    /// Indices in `deadlines` that no event uses.
     free: Vec<usize>,
-    /// Expiry time on the monotonic clock. The timer may expire early by at most the duration of
-    /// the call that armed it. 0 means disarmed; a time in the past means that the timer has
-    /// expired and repeats.
+    /// Expiry time of the timer on the monotonic clock, in nanoseconds. The timer may expire early
+    /// by at most the duration of the call that armed it. 0 means disarmed; a time in the past
+    /// means that the timer has expired and repeats.
     expiry_ns: u64,
-    /// Deadline for which the timer is armed.
+    /// Deadline for which the timer is armed, in nanoseconds of guest time.
     armed_for_ns: u64,
-    /// Set if the timer was re-armed for a later time since its last expiry.
+    /// Set if the timer was re-armed for a later time and has not expired since.
     is_postponed: bool,
 }
 
@@ -80,8 +80,8 @@ impl AlarmSchedule {
         self.deadlines.iter().copied().min().unwrap_or(NEVER)
     }
 
-    /// Prepares for a guest entry. Returns the duration to arm the timer with, or `None` if the
-    /// timer is left unchanged.
+    /// Updates the schedule before a guest entry. Returns the duration for which the timer must be
+    /// armed, or `None` if the timer need not be changed.
     fn update_at_entry(&mut self, now: ClockTimes) -> Option<u64> {
         let earliest = self.earliest();
         if earliest == NEVER {
@@ -108,22 +108,23 @@ impl AlarmSchedule {
         Some(wait_ns)
     }
 
-    /// Returns `true` if no event is armed.
+    /// Returns `true` if no event of the vCPU is armed.
     fn has_no_deadline(&self) -> bool {
         self.earliest() == NEVER
     }
 
-    /// Returns `true` if the timer has expired at least twice since it was armed, or is about to.
+    /// Returns `true` if the timer has expired at least twice since it was armed, or if its second
+    /// expiry is imminent.
     fn has_repeated(&self, wall_ns: u64) -> bool {
         self.has_expired(wall_ns) && !self.expired_recently(wall_ns)
     }
 }
 
-/// The timer and the deadlines that it serves.
+/// The timer of a vCPU, with the overflow deadlines of the vCPU's clock events.
 #[derive(Debug, Default)]
 pub(super) struct Alarm {
     plan: AlarmSchedule,
-    /// Timer, created when the first event is armed.
+    /// The timer, which is created when the first event is armed.
     timer: Option<Timer>,
     /// Set once the vCPU's thread has ended or is about to end.
     ended: bool,
@@ -152,8 +153,8 @@ impl Alarm {
         self.plan.free.push(place.0);
     }
 
-    /// Arms the event to overflow no earlier than `deadline_ns` of guest time. Must be followed by
-    /// [`Alarm::update_at_entry`].
+    /// Arms the event to overflow no earlier than `deadline_ns` of guest time. Takes effect at the
+    /// next call of [`Alarm::update_at_entry`].
     pub(super) fn arm(&mut self, place: AlarmSlot, deadline_ns: u64) {
         self.put(place, deadline_ns.min(NEVER - 1));
     }
@@ -191,7 +192,7 @@ impl Alarm {
         }
     }
 
-    /// Handles a signal that the thread has received. Disarms the timer if it repeats although no
+    /// Handles a signal that the thread has received. Disarms the timer if it has repeated and no
     /// event is armed.
     pub(super) fn after_signal(&mut self) {
         if self.plan.has_no_deadline() && self.plan.has_repeated(wall_ns()) {
@@ -244,7 +245,7 @@ mod tests {
         signalled: bool,
         sets: u32,
         rings: u32,
-        /// Number of overflows, by event.
+        /// Number of overflows of each event.
         overflows: Vec<usize>,
     }
 
@@ -263,7 +264,7 @@ mod tests {
             self.stale = true;
         }
 
-        /// Spends `ns` in the VMM.
+        /// Lets `ns` nanoseconds pass in the VMM, outside the guest.
         fn out(&mut self, ns: u64) {
             self.pass(ns);
         }
@@ -412,9 +413,9 @@ mod tests {
         assert!(vcpu.guest_ns <= 20_000 + MIN_TIMER_NS, "{}", vcpu.guest_ns);
     }
 
-    /// An overflow of a guest counter arms the timer only once, although the counter then counts on
-    /// towards a distant overflow, and the guest's interrupt handler stops, writes and starts the
-    /// counter with vCPU exits in between.
+    /// An overflow of a guest counter arms the timer only once. The counter then continues towards
+    /// a distant overflow, and the guest's interrupt handler stops, writes and starts the counter,
+    /// with vCPU exits between these steps.
     #[test]
     fn guest_counter_overflow_arms_timer_once() {
         let mut vcpu = SimulatedVcpu::with(1);

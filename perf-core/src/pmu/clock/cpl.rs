@@ -3,8 +3,8 @@
 //! A clock cannot observe the guest's privilege level continuously. Instead the level is sampled
 //! slightly more than a thousand times per second while an event counts a single level. Each sample
 //! attributes the guest time since the previous sample to the sampled level. The result is an
-//! estimate: correct on average, off by up to one tick at each end, and inaccurate for a guest that
-//! runs in phase with the ticks. It never decreases.
+//! estimate, which never decreases. It is correct on average, off by up to one tick at each end,
+//! and inaccurate for a guest that runs in phase with the ticks.
 //!
 //! There are two sources, in order of increasing cost:
 //! - The host kernel's samples. A `cpu-clock` event that does not exclude the guest writes records
@@ -35,8 +35,9 @@ use crate::pmu::timer::Timer;
 
 use crate::pmu::host::fd::{PerfFd, PerfMap, new_attr};
 
-/// Thread time between level samples, in nanoseconds. Not a divisor of a millisecond, because guest
-/// timers run at such periods.
+/// CPU time of the vCPU's thread between two samples of the privilege level, in nanoseconds. Not a
+/// divisor of a millisecond: guest timers often have such a period, and the samples must not run in
+/// phase with them.
 pub(crate) const TICK_PERIOD_NS: u64 = 997_003;
 
 /// Ring size, as the base-2 logarithm of the number of pages. 16 KiB of 8-byte records hold two
@@ -53,8 +54,8 @@ const EVALUATION_USER_KICKS: u64 = 8;
 /// Maximum time between kicks while the guest makes no progress, in nanoseconds.
 const MAX_BACKOFF_NS: u64 = 10_000_000;
 
-/// A kick may arrive early by at most its remaining wait divided by this number. Kicks are early if
-/// the timer kept running while no event was started.
+/// A kick may arrive early by at most the remaining wait divided by this number. A kick is early if
+/// its timer kept running while no event was started.
 const EARLY_DIVISOR: u64 = 16;
 
 /// State of the test that determines whether the host kernel's samples show the guest. Shared by
@@ -64,7 +65,7 @@ const UNPROVEN: u8 = 0;
 const SHOW_GUEST: u8 = 1;
 const BLIND: u8 = 2;
 
-/// The source of the guest's privilege level on this host.
+/// The source of the samples of the guest's privilege level on this host.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) enum LevelSource {
     /// The host kernel's samples, which require no guest exit.
@@ -72,13 +73,14 @@ pub(super) enum LevelSource {
     /// Same as `KernelRing`, but with host kernel samples attributed to level 0, because this KVM
     /// interprets the guest's kernel.
     KernelRingInterpreted,
-    /// Kicks of the vCPU.
+    /// Kicks of the vCPU by a timer, after which the vCPU's thread reports the level.
     #[default]
     Kicks,
 }
 
 impl LevelSource {
-    /// Returns the initial source.
+    /// Returns the source with which a new vCPU starts: the host kernel's samples if they are known
+    /// to show the guest, otherwise kicks.
     fn first() -> Self {
         match SAMPLES.load(Ordering::Relaxed) {
             SHOW_GUEST => Self::KernelRing,
@@ -87,7 +89,7 @@ impl LevelSource {
     }
 }
 
-/// A privilege level that an event counts exclusively.
+/// The privilege level of the guest that an event counts: user mode or kernel mode only.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum PrivilegeLevel {
     User,
@@ -102,7 +104,7 @@ struct Kicks {
     wait_ns: u64,
     /// Guest time at which the timer was last armed for a full wait, in nanoseconds.
     set_at_ns: u64,
-    /// Time that was left until the next kick when the last started event stopped, in nanoseconds.
+    /// Time until the next kick, in nanoseconds, when the last started event stopped.
     left_ns: u64,
 }
 
@@ -119,9 +121,9 @@ impl Kicks {
 
     /// Resumes the wait when an event starts again.
     ///
-    /// The timer stays armed when the last event stops, to save a system call. It is not changed if
-    /// it is about to expire at nearly the right time. Otherwise it is armed for the remainder of
-    /// the wait.
+    /// The timer stays armed when the last event stops, to save a system call. This method does not
+    /// change the timer if it will expire at nearly the right time. Otherwise it is armed for the
+    /// remainder of the wait.
     fn resume(&mut self) -> io::Result<()> {
         let left_ns = self.left_ns.max(MIN_TIMER_NS);
         let early_ns = left_ns.saturating_sub(self.timer.left_ns());
@@ -135,7 +137,7 @@ impl Kicks {
         self.left_ns = self.timer.left_ns();
     }
 
-    /// Re-arms the expired timer at guest time `now_ns`.
+    /// Re-arms the kick timer after it has expired, at guest time `now_ns`.
     fn rearm(&mut self, now_ns: u64) -> io::Result<()> {
         let had_ns = now_ns.saturating_sub(self.set_at_ns);
         self.wait_ns = if had_ns >= self.wait_ns / 8 {
@@ -167,8 +169,8 @@ pub(crate) struct CplAttribution {
     mark_ns: u64,
     /// Unattributed guest time of earlier spans, in nanoseconds.
     carry_ns: u64,
-    /// `watched_ns`: guest time of the finished spans in which the ring was observed.
-    /// `watched_from_ns`: start of the current such span.
+    /// `watched_ns`: guest time for which the ring was observed, excluding the current span.
+    /// `watched_from_ns`: guest time at which the observation in the current span started.
     watched_ns: u64,
     watched_from_ns: u64,
     /// `seen_guest`: number of guest samples in the observed ring. `seen_user`: number of those at
@@ -314,7 +316,8 @@ impl CplAttribution {
         Ok(())
     }
 
-    /// Drains the kernel's ring.
+    /// Reads all records of the ring. Attributes guest time according to the samples or, while
+    /// kicks are the source, evaluates the ring.
     fn drain_ring(&mut self, now_ns: u64) {
         if self.users == 0 {
             return;
@@ -431,7 +434,7 @@ mod tests {
         assert!(!split.uses_kicks());
     }
 
-    /// Returns a [`CplAttribution`] with one started event, for tests that report levels as if the
+    /// Returns a [`CplAttribution`] with one started event. Tests report levels to it as if the
     /// kick timer had expired.
     fn running() -> CplAttribution {
         let mut split = CplAttribution::new(0);
@@ -492,8 +495,8 @@ mod tests {
         assert_eq!(is_ring_trustworthy(32, 0, 0, 32), None);
     }
 
-    /// Spans shorter than a tick in which an event is started are also sampled, because the
-    /// remainder of the wait for a kick carries over to the next such span.
+    /// Guest time in spans shorter than a tick is sampled too, because the remainder of the wait
+    /// for a kick carries over to the next span. A span is a period in which an event is started.
     #[test]
     fn short_spans_do_not_postpone_kicks_indefinitely() {
         let mut kicks = Kicks::open(crate::pmu::host::fd::current_tid(), Some(libc::SIGCONT)).unwrap();

@@ -1,4 +1,4 @@
-//! One event of the `clock` driver.
+//! An event of the `clock` driver.
 
 use std::sync::Arc;
 
@@ -8,7 +8,7 @@ use super::vcpu::VcpuClock;
 use crate::pmu::clock::MIN_TIMER_NS;
 use crate::pmu::{PmuError, PmuEvent};
 
-/// Maximum timer duration while the VMM is too slow to re-enter the guest before the timer expires,
+/// Maximum timer duration while the VMM is too slow to re-enter the guest before its timer expires,
 /// in nanoseconds.
 const MAX_BACKOFF_NS: u64 = 10_000_000;
 
@@ -25,8 +25,8 @@ const SLACK_DIVISOR: u64 = 16;
 /// because the VMM ran instead.
 ///
 /// A timer that expires early costs a second exit for the same overflow. The next timer is
-/// therefore extended by slightly more than the recent shortfall. If this makes an overflow late,
-/// the extra counts are accounted for and shorten the next period by the same amount.
+/// therefore extended by slightly more than the recent shortfall. If an overflow is late as a
+/// result, the extra counts are included in its sample and shorten the next period.
 #[derive(Clone, Copy, Debug, Default)]
 struct TimerSlack {
     ns: u64,
@@ -38,8 +38,8 @@ impl TimerSlack {
         need_ns.saturating_add(self.ns.min(need_ns / SLACK_DIVISOR))
     }
 
-    /// Records that a timer for `need_ns` expired when the guest still had to run for `rest_ns`. A
-    /// shortfall above the maximum extension is unpredictable and is ignored.
+    /// Records that a timer for `need_ns` expired when the guest still had to run for `rest_ns`.
+    /// Ignores a shortfall above the maximum extension.
     fn record_early_expiry(&mut self, need_ns: u64, rest_ns: u64) {
         let short_ns = (self.timer_duration(need_ns) - need_ns).saturating_add(rest_ns);
         if short_ns <= need_ns / SLACK_DIVISOR {
@@ -56,7 +56,7 @@ impl TimerSlack {
     }
 }
 
-/// The part of the guest's time that an event counts.
+/// The part of the guest's run time that an event counts.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum CountedTime {
     All,
@@ -64,7 +64,7 @@ pub(super) enum CountedTime {
     Nothing,
 }
 
-/// The unit of the event's count.
+/// The unit of an event's count: cycles or nanoseconds.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum ClockUnit {
     Cycles,
@@ -77,26 +77,28 @@ pub(super) struct ClockEvent {
     signal: Option<i32>,
     share: CountedTime,
     unit: ClockUnit,
-    /// Clock reading at the start of the current span; `None` while stopped.
+    /// Reading of the clock at the start of the current span, in nanoseconds, or `None` while the
+    /// event is stopped. A span lasts from a start of the event to its next stop.
     span_start_ns: Option<u64>,
-    /// Time of all finished spans, in nanoseconds.
+    /// Total length of all finished spans, in nanoseconds.
     spans_ns: u64,
-    /// `last_count`: last returned count. `last_ns`: total time from which that count was computed.
-    /// Both are constant while the vCPU is outside the guest.
+    /// `last_count`: count that was last returned. `last_ns`: total length of the spans for which
+    /// that count was computed. Both are constant while the vCPU is outside the guest.
     last_count: u64,
     last_ns: u64,
-    /// Count at which an overflow is due.
+    /// Count at which the next overflow is due, or `None` if the event is not armed.
     armed_at: Option<u64>,
-    /// Count at which the alarm was last armed.
+    /// Count at which the alarm was last armed for this event.
     set_at: u64,
-    /// Duration for which the alarm was last armed, in nanoseconds.
+    /// Duration for which the alarm was last armed for this event, in nanoseconds of guest time.
     wait_ns: u64,
-    /// Guest time from arming to the overflow, in nanoseconds; `None` once the timer has expired.
+    /// Guest time from the arming of the alarm to the overflow, in nanoseconds, or `None` once the
+    /// alarm has expired.
     need_ns: Option<u64>,
-    /// Set if the guest made no progress during the last wait.
+    /// Set if the guest made no progress during the last wait for the alarm.
     stalled: bool,
     slack: TimerSlack,
-    /// Slot in the vCPU's alarm, reserved when the event is first armed.
+    /// Slot of this event in the vCPU's alarm, reserved when the event is first armed.
     place: Option<AlarmSlot>,
 }
 
@@ -126,7 +128,7 @@ impl ClockEvent {
         }
     }
 
-    /// Returns the current time of the clock that this event follows.
+    /// Returns the reading of the clock that this event counts, in nanoseconds.
     fn clock_ns(&self) -> u64 {
         match self.share {
             CountedTime::All => self.clock.guest_ns(),
@@ -135,7 +137,7 @@ impl ClockEvent {
         }
     }
 
-    /// Returns the count at a total time of `ns`.
+    /// Returns the count of the event after a total span length of `ns` nanoseconds.
     fn count_at(&mut self, ns: u64) -> u64 {
         // Keeps the previous count if the clock could read only the finished intervals, because
         // such a reading may be lower than the previous one.
@@ -156,9 +158,10 @@ impl ClockEvent {
     /// after two consecutive waits with almost no guest time, the next wait is twice as long as the
     /// last one. The overflow is then late by at most that wait.
     ///
-    /// A single such wait does not extend the next one. It also occurs if the vCPU thread loses its
-    /// CPU for longer than a period, and doubling the wait would then delay the overflow by a whole
-    /// period. The guest's driver drops a period that ends so late.
+    /// A single wait with almost no guest time does not extend the next one. Such a wait also
+    /// occurs if the vCPU thread loses its CPU for longer than a period. Doubling the wait would
+    /// then delay the overflow by a whole period, and the guest's driver drops a period that ends
+    /// so late.
     fn wait_for_rest(&mut self, now: u64, rest: u64) -> u64 {
         let had_ns = self.ns_for(now - self.set_at);
         let least_ns = match self.share {
@@ -263,8 +266,8 @@ impl PmuEvent for ClockEvent {
         self.rearm(now, overflow_in)
     }
 
-    /// Combines [`PmuEvent::take_overflows`] and [`PmuEvent::read`]. The guest does not run between
-    /// them, so the count is unchanged.
+    /// Combines [`PmuEvent::take_overflows`] and [`PmuEvent::read`]. Both results belong to the
+    /// same count, because the guest does not run between the two steps.
     fn overflowed(&mut self) -> Option<u64> {
         (self.take_overflows() > 0).then_some(self.last_count)
     }
@@ -335,12 +338,13 @@ impl Drop for ClockEvent {
     }
 }
 
-/// Returns the number of whole cycles in `ns` of a clock with frequency `khz`.
+/// Returns the number of whole cycles in `ns` nanoseconds of a clock with frequency `khz`.
 fn cycles_of_ns(ns: u64, khz: u32) -> u64 {
     saturate(u128::from(ns) * u128::from(khz) / 1_000_000)
 }
 
-/// Returns the time in which a clock with frequency `khz` completes at least `cycles`.
+/// Returns the time in nanoseconds in which a clock with frequency `khz` completes at least
+/// `cycles` cycles.
 fn ns_for_cycles(cycles: u64, khz: u32) -> u64 {
     saturate((u128::from(cycles) * 1_000_000).div_ceil(u128::from(khz.max(1))))
 }
@@ -372,7 +376,7 @@ mod tests {
         }
     }
 
-    /// If the guest now and then receives less of a timer's duration than usual, the next timer is
+    /// If the guest occasionally receives less of a timer's duration than usual, the next timer is
     /// extended. The timer therefore expires early a few times rather than every time, and its
     /// duration never grows much.
     #[test]
@@ -405,8 +409,8 @@ mod tests {
         assert!(early(&|turn| if turn < 100 { 700_000 } else { 0 }) < 10);
     }
 
-    /// The count of an event for a single privilege level does not change between two level
-    /// samples, so expiry of its timer before the next sample would be useless.
+    /// The timer of an event that counts a single privilege level does not expire before the next
+    /// level sample, because the count does not change before that sample.
     #[test]
     fn single_level_event_is_not_rearmed_before_next_sample() {
         let mut one = event(CountedTime::One(PrivilegeLevel::User));
@@ -464,8 +468,8 @@ mod tests {
 
     proptest! {
         /// On a shared CPU, the guest may make no progress during a timer's wait, because another
-        /// thread runs. No overflow is late for this reason, so the guest receives a sample for
-        /// each period.
+        /// thread runs. Overflows are on time nevertheless, so the guest receives a sample for each
+        /// period.
         #[test]
         fn overflows_are_on_time_on_shared_cpu(
             period_ns in 200_000u64..20_000_000,

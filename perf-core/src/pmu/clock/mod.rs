@@ -18,12 +18,12 @@
 //! # Overflow
 //! One timer per vCPU is armed for the earliest overflow when the guest is entered (see
 //! `alarm.rs`). Its signal takes the vCPU out of the guest. Wall-clock time advances at least as
-//! fast as guest time, so the signal can only be early. [`PmuEvent::take_overflows`] then arms the
-//! timer for the remainder, at least [`MIN_TIMER_NS`] ahead, and up to ten milliseconds ahead while
-//! the guest makes no progress (it is halted or waits for a host CPU). The timer repeats only
-//! rarely on its own, so its expirations alone cannot keep a vCPU busy. Because an early expiry
-//! costs a useless exit, an event waits up to a sixteenth longer than necessary if its previous
-//! timers were early by less than that.
+//! fast as guest time, so the signal may arrive early but not late. [`PmuEvent::take_overflows`]
+//! then arms the timer for the remainder, at least [`MIN_TIMER_NS`] ahead, and up to ten
+//! milliseconds ahead while the guest makes no progress (it is halted or waits for a host CPU). The
+//! timer repeats only rarely on its own, so its expirations alone cannot keep a vCPU busy. Because
+//! an early expiry costs a useless exit, an event waits up to a sixteenth longer than necessary if
+//! its previous timers were early by less than that.
 
 mod alarm;
 mod cpl;
@@ -44,11 +44,11 @@ use event::{ClockEvent, ClockUnit, CountedTime};
 
 /// Minimum duration of an overflow timer, in nanoseconds.
 pub const MIN_TIMER_NS: u64 = 10_000;
-/// `config` of cycles.
+/// Value of `config` for cycles.
 pub const CYCLES: u64 = 0;
-/// `config` of reference cycles.
+/// Value of `config` for reference cycles.
 pub const REF_CYCLES: u64 = 1;
-/// `config` of guest run time in nanoseconds.
+/// Value of `config` for guest run time, in nanoseconds.
 pub const GUEST_NS: u64 = 2;
 
 /// The `clock` driver of one VM.
@@ -60,8 +60,8 @@ pub struct ClockPmu {
 }
 
 impl ClockPmu {
-    /// Creates a driver that sends `signal` to the vCPU's thread on overflow, or that cannot arm
-    /// events if `signal` is `None`.
+    /// Creates a driver that sends `signal` to the vCPU's thread on overflow. With `None`, its
+    /// events cannot overflow.
     ///
     /// The signal handler must be installed without `SA_RESTART`, so that the signal ends
     /// `KVM_RUN`. See [`super::host`] for the choice of a signal.
@@ -76,8 +76,8 @@ impl ClockPmu {
 
     /// Sets whether KVM interprets the guest's kernel, as a software-only KVM does.
     ///
-    /// The host kernel accounts such time as its own.
-    /// The driver cannot detect this; the caller must determine it.
+    /// The host kernel accounts for the time of the interpreted guest kernel as host kernel time.
+    /// The driver cannot detect such a KVM, so the caller must determine this.
     #[must_use]
     pub fn interpreting_kernel(self, interprets_kernel: bool) -> Self {
         Self {
@@ -86,7 +86,7 @@ impl ClockPmu {
         }
     }
 
-    /// Returns `true` if this KVM interprets the guest's kernel.
+    /// Returns `true` if the caller has declared that KVM interprets the guest's kernel.
     #[must_use]
     pub fn interprets_kernel(&self) -> bool {
         self.interprets_kernel
@@ -94,9 +94,9 @@ impl ClockPmu {
 
     /// Registers `clock` as the clock of `vcpu`.
     ///
-    /// Events that are opened afterwards use it, whereas existing events keep their previous clock.
-    /// The first event that is armed determines the driver whose signal is sent on overflows of the
-    /// clock.
+    /// Events that are opened afterwards use `clock`. Existing events keep their previous clock. If
+    /// several drivers share a clock, the first event that is armed on it determines which driver's
+    /// signal its overflows send.
     pub fn add_vcpu(&self, vcpu: VcpuId, clock: Arc<VcpuClock>) {
         if self.interprets_kernel {
             clock.cpl_attribution().kernel_is_interpreted();
@@ -105,7 +105,7 @@ impl ClockPmu {
     }
 
     /// Unregisters the clock of `vcpu`, whose thread is about to end. Its open events keep their
-    /// counts, but their overflows are no longer announced.
+    /// counts, but their overflows are no longer signaled.
     pub fn remove_vcpu(&self, vcpu: VcpuId) {
         let clock = self.lock().remove(&vcpu);
         if let Some(clock) = clock {
@@ -113,7 +113,7 @@ impl ClockPmu {
         }
     }
 
-    /// Returns the clock of `vcpu`.
+    /// Returns the clock of `vcpu`, or `None` if the vCPU has no clock.
     #[must_use]
     pub fn clock_of(&self, vcpu: VcpuId) -> Option<Arc<VcpuClock>> {
         self.lock().get(&vcpu).cloned()

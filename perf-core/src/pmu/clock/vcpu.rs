@@ -28,9 +28,9 @@ const READ_TRIES: usize = 64;
 /// plus the elapsed monotonic time. Reading the thread time is a system call, and two of them per
 /// exit would be too many.
 ///
-/// If another task uses the thread's CPU during such an exit, that task's time is accounted to the
-/// VMM. A count is therefore never too high because of this, and too low by less than this value
-/// per exit. A sample with a call chain is taken within this time, on emulated hosts too.
+/// If another task uses the thread's CPU during such an exit, that task's time counts as VMM time.
+/// A count may therefore be too low by less than this value per exit, but is never too high. Taking
+/// a sample with a call chain needs less than this time, even on emulated hosts.
 const MAX_SHORT_EXIT_NS: u64 = 100_000;
 
 /// Guest run time of one vCPU.
@@ -44,22 +44,23 @@ pub struct VcpuClock {
     /// Number of started events that read this clock. While it is 0, entries and exits only advance
     /// `epoch`.
     users: AtomicU32,
-    /// Number of entries and exits; odd while in the guest.
+    /// Number of guest entries and exits so far. The number is odd while the vCPU is in the guest.
     epoch: AtomicU64,
-    /// Sequence lock for `base_*`, `closed_ns` and the changes of `epoch` at counted exits; odd
-    /// during a change.
+    /// Sequence lock for `base_*`, `closed_ns` and the changes of `epoch` at counted exits; the
+    /// value is odd during a change.
     seq: AtomicU32,
     /// Guest time of all finished intervals, in nanoseconds.
     closed_ns: AtomicU64,
-    /// Thread time at the start of the interval `base_epoch`, in nanoseconds.
+    /// CPU time of the thread at the start of the interval `base_epoch`, in nanoseconds.
     base_ns: AtomicU64,
     base_epoch: AtomicU64,
     /// `left_ns`: thread time at the last counted exit, in nanoseconds. `left_at_ns`: monotonic
-    /// time right after the thread time was read, in nanoseconds. Used by the vCPU's thread only.
+    /// time right after the thread time was read, in nanoseconds. Only the vCPU's thread uses these
+    /// two fields.
     left_ns: AtomicU64,
     left_at_ns: AtomicU64,
-    /// Same as `base_*`, but supplied by another thread, for an interval that began while no
-    /// started event used the clock.
+    /// Same as `base_*`, but supplied by another thread, because no started event used the clock
+    /// when the interval began.
     late_ns: AtomicU64,
     late_epoch: AtomicU64,
     /// Serializes the threads that supply `late_*`.
@@ -69,11 +70,11 @@ pub struct VcpuClock {
     cpl: Mutex<CplAttribution>,
     /// Set if the vCPU thread must report the guest's privilege level after kicks.
     wants_ticks: AtomicBool,
-    /// Timer that announces the overflows of all events.
+    /// Timer for the overflows of all clock events of the vCPU.
     alarm: Mutex<Alarm>,
-    /// Set if the alarm must be updated from the armed events before the guest is entered.
+    /// Set if the alarm's timer must be updated to the earliest deadline at the next guest entry.
     alarm_is_stale: AtomicBool,
-    /// Set if the alarm's timer may expire.
+    /// Set if the alarm's timer is armed.
     alarm_is_set: AtomicBool,
 }
 
@@ -104,7 +105,7 @@ impl VcpuClock {
         }
     }
 
-    /// Creates a clock for a vCPU that the calling thread runs.
+    /// Creates a clock for a vCPU that runs on the calling thread.
     #[must_use]
     pub fn for_current_thread(tsc_khz: u32) -> Self {
         Self::new(current_tid(), tsc_khz)
@@ -125,8 +126,8 @@ impl VcpuClock {
 
     /// Records that the vCPU's thread is about to call `KVM_RUN`.
     ///
-    /// Without a started clock event, the cost is a load and a store on a cache line that only this
-    /// thread uses, and a load of a flag, without a system call or a fence.
+    /// Without a started clock event, this takes two loads and one store, without a system call or
+    /// a fence.
     #[inline]
     pub fn guest_enter(&self) {
         let epoch = self.epoch.load(Ordering::Relaxed) | 1;
@@ -197,7 +198,8 @@ impl VcpuClock {
         });
     }
 
-    /// Runs `change` as the writer of the sequence lock. Called by the vCPU's thread only.
+    /// Runs `change`, which modifies the fields that the sequence lock protects. Called by the
+    /// vCPU's thread only.
     fn write(&self, change: impl FnOnce()) {
         let seq = self.seq.load(Ordering::Relaxed);
         self.seq.store(seq.wrapping_add(1), Ordering::Relaxed);
@@ -208,7 +210,8 @@ impl VcpuClock {
         self.seq.store(seq.wrapping_add(2), Ordering::Release);
     }
 
-    /// Returns the thread time at the start of the interval `epoch`, if it was recorded.
+    /// Returns the CPU time of the thread at the start of the interval `epoch`, or `None` if it is
+    /// unknown.
     fn interval_start(&self, epoch: u64) -> Option<u64> {
         if self.base_epoch.load(Ordering::Relaxed) == epoch {
             Some(self.base_ns.load(Ordering::Relaxed))
@@ -219,11 +222,11 @@ impl VcpuClock {
         }
     }
 
-    /// Returns the guest time so far, in nanoseconds, from any thread.
+    /// Returns the guest time so far, in nanoseconds. Any thread may call this method.
     ///
-    /// The clock advances only while a started event uses it, so only differences between two
-    /// readings within one span of the same event are meaningful. Takes one system call while the
-    /// guest runs, and none otherwise.
+    /// The clock advances only while a started event uses it, so only compare readings between a
+    /// start and a stop of the same event. Takes one system call while the guest runs, and none
+    /// otherwise.
     pub(crate) fn guest_ns(&self) -> u64 {
         for _ in 0..READ_TRIES {
             let seq = self.seq.load(Ordering::Acquire);
@@ -252,7 +255,7 @@ impl VcpuClock {
         self.closed_ns.load(Ordering::Relaxed)
     }
 
-    /// Registers an event that reads the clock from now on.
+    /// Registers an event that was started and reads the clock from now on.
     pub(crate) fn add_user(&self) {
         // The vCPU's own thread is outside the guest here, and its next `guest_enter` sees the new
         // user.
@@ -275,7 +278,7 @@ impl VcpuClock {
         }
     }
 
-    /// Reverts [`VcpuClock::add_user`].
+    /// Unregisters an event that was registered with [`VcpuClock::add_user`].
     pub(crate) fn remove_user(&self) {
         self.users.fetch_sub(1, Ordering::SeqCst);
     }
@@ -292,7 +295,8 @@ impl VcpuClock {
         clock_ns(id)
     }
 
-    /// Starts an event that counts one privilege level.
+    /// Starts the attribution of guest time to privilege levels for an event that counts a single
+    /// level.
     pub(super) fn start_levels(&self, signal: Option<i32>) -> std::io::Result<()> {
         self.add_user();
         let now = self.guest_ns();
@@ -305,7 +309,7 @@ impl VcpuClock {
         started
     }
 
-    /// Reverts [`VcpuClock::start_levels`].
+    /// Ends the attribution that [`VcpuClock::start_levels`] started for an event.
     pub(super) fn stop_levels(&self) {
         let now = self.guest_ns();
         let mut split = self.cpl_attribution();
@@ -315,7 +319,7 @@ impl VcpuClock {
         self.remove_user();
     }
 
-    /// Returns the guest time attributed to `level`, in nanoseconds.
+    /// Returns the guest time attributed to privilege level `level`, in nanoseconds.
     pub(super) fn level_ns(&self, level: PrivilegeLevel) -> u64 {
         let now = self.guest_ns();
         let mut split = self.cpl_attribution();
@@ -324,12 +328,13 @@ impl VcpuClock {
         ns
     }
 
-    /// Reserves a slot in the alarm, which sends `signal` to the vCPU's thread.
+    /// Reserves a slot in the alarm for an event whose overflows send `signal` to the vCPU's
+    /// thread.
     pub(super) fn join_alarm(&self, signal: i32) -> std::io::Result<AlarmSlot> {
         self.alarm().add(self.tid, signal)
     }
 
-    /// Reverts [`VcpuClock::join_alarm`].
+    /// Releases a slot that was reserved with [`VcpuClock::join_alarm`].
     pub(super) fn leave_alarm(&self, place: AlarmSlot) {
         self.alarm().remove(place);
     }
@@ -354,12 +359,13 @@ impl VcpuClock {
         set
     }
 
-    /// Reverts [`VcpuClock::arm_alarm`]. Takes no system call.
+    /// Disarms the alarm for one event. Takes no system call.
     pub(super) fn disarm_alarm(&self, place: AlarmSlot) {
         self.alarm().disarm(place);
     }
 
-    /// Returns `true` if the alarm has expired for `place` and its event has not overflowed yet.
+    /// Returns `true` if the alarm has expired for the deadline of the event with slot `place`.
+    /// After an expiry, the timer is updated at the next guest entry.
     pub(super) fn alarm_expired_for(&self, place: AlarmSlot) -> bool {
         let alarm = self.alarm();
         if !alarm.has_expired(wall_ns()) {
@@ -371,7 +377,7 @@ impl VcpuClock {
         alarm.expired_for(place)
     }
 
-    /// Updates the alarm's timer before a guest entry.
+    /// Updates the alarm's timer to the earliest deadline before a guest entry.
     fn update_alarm(&self, now: ClockTimes) {
         self.alarm_is_stale.store(false, Ordering::Relaxed);
         let mut alarm = self.alarm();
@@ -395,7 +401,7 @@ impl VcpuClock {
         }
     }
 
-    /// Disarms the alarm while the vCPU does not run and no event is active.
+    /// Disarms the alarm of a vCPU that does not run and has no active event.
     pub fn quiesce(&self) {
         if self.alarm_is_set.swap(false, Ordering::Relaxed) {
             self.alarm_is_stale.store(true, Ordering::Relaxed);
@@ -443,8 +449,8 @@ impl VcpuClock {
     /// was halted.
     ///
     /// Must be called after every overflow signal while [`VcpuClock::wants_ticks`] returns `true`.
-    /// Signals of other timers are ignored. Re-arming the timer takes one system call. Without an
-    /// event that counts one level, the call is cheap.
+    /// Has no effect if the signal came from another timer. Re-arming the kick timer takes one
+    /// system call. The call is cheap if no event counts a single level.
     pub fn tick(&self, cpl: Option<u8>) {
         if self.wants_ticks() {
             let now = self.guest_ns();
@@ -455,9 +461,8 @@ impl VcpuClock {
 
 /// Makes every running thread of this process execute a full memory barrier (`membarrier(2)`).
 ///
-/// Kernels before 4.14 do not support this call. A reader may then miss that the guest is running,
-/// so that the clock starts to count only at the next guest entry. The count then lacks the rest of
-/// one stay in the guest, but is never wrong.
+/// Has no effect on kernels before 4.14. A reader may then not notice that the guest is running,
+/// and the clock starts to count only at the next guest entry.
 fn barrier_on_all_threads() {
     static REGISTER: Once = Once::new();
     const PRIVATE_EXPEDITED: libc::c_long = 1 << 3;

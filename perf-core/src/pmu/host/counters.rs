@@ -5,8 +5,8 @@
 //! or which are in use. It reports only whether an event counts. A set of events is therefore
 //! tested in two ways. If the events are opened as one *group*, the kernel rejects a group that the
 //! hardware can never hold, regardless of other users. If they are opened as separate *pinned*
-//! events, one of them enters the error state if no counter is free. The first test finds existing
-//! counters, and the second test finds free counters.
+//! events, one of them enters the error state if no counter is free. A test with a group finds the
+//! counters that exist, and a test with pinned events finds the counters that are free.
 //!
 //! An event that no fixed-function counter holds, such as branches, takes a general-purpose
 //! counter. A fixed-function counter is detected if its event still counts in addition to the
@@ -18,7 +18,7 @@ use serde::{Deserialize, Serialize};
 use crate::attr::{Attr, EventType};
 use crate::pmu::CounterMask;
 
-/// Maximum number of counters per thread, which bounds the probing.
+/// Maximum number of counters for which a probe searches.
 const MAX_COUNTERS: usize = 32;
 
 /// Events of fixed-function counters (Intel SDM volume 3, "Fixed-Function Performance Counters"),
@@ -34,7 +34,7 @@ const FIXED: [(&str, u32, u64); 3] = [
 /// volume 3, `IA32_PERFEVTSELx`): event select, unit mask, edge, any thread, invert, counter mask.
 const RAW_EVENT: u64 = 0xFFFF | 1 << 18 | 1 << 21 | 1 << 23 | 0xFF << 24;
 
-/// An event with which counters are probed.
+/// An event that the probe opens to test whether a counter is available.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct ProbeEvent {
     /// Value of `perf_event_attr.type`.
@@ -51,8 +51,8 @@ impl ProbeEvent {
         }
     }
 
-    /// Events that no fixed-function counter holds, in order of preference. A virtual PMU may count
-    /// cycles only. The raw event occupies a counter even there.
+    /// Events that no fixed-function counter holds, in order of preference. The last one is a raw
+    /// event, which occupies a counter even of a virtual PMU that counts only cycles.
     const GENERAL: [Self; 4] = [
         Self::generic(b::PERF_COUNT_HW_BRANCH_INSTRUCTIONS),
         Self::generic(b::PERF_COUNT_HW_CACHE_REFERENCES),
@@ -64,26 +64,27 @@ impl ProbeEvent {
     ];
 }
 
-/// A PMU on which sets of events can be tested.
+/// A PMU, real or simulated, that the probe tests with sets of events.
 pub(super) trait ProbePmu {
-    /// Returns `true` if all of `events` count simultaneously as separate pinned events.
+    /// Returns `true` if all of `events` count at the same time, each opened as a separate pinned
+    /// event.
     fn count_together(&mut self, events: &[ProbeEvent]) -> bool;
 
-    /// Returns `true` if the hardware can hold all of `events` in one group, regardless of other
-    /// users.
+    /// Returns `true` if the PMU has enough counters for all of `events` in one group, whether or
+    /// not the counters are in use.
     fn fit_one_group(&mut self, events: &[ProbeEvent]) -> bool;
 }
 
-/// A fixed-function counter of the host.
+/// A fixed-function counter of the host that the probe has found.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct FixedCounter {
     /// perf's name of the event that the counter holds.
     pub event: String,
-    /// `config` of that event.
+    /// Value of `config` for the event that the counter holds.
     pub config: u64,
     /// `true` if no other user holds the counter.
     pub free: bool,
-    /// `true` if general-purpose counters can hold the event too.
+    /// `true` if general-purpose counters can hold the event of this counter too.
     pub general_too: bool,
 }
 
@@ -99,8 +100,9 @@ pub struct HostCounters {
 }
 
 impl HostCounters {
-    /// Detects the counters. `nmi_watchdog` is set if the NMI watchdog is enabled. The watchdog
-    /// holds a counter of each watched CPU, which may not include the CPU of this test.
+    /// Detects the counters by testing events. If the NMI watchdog is enabled (`nmi_watchdog`) and
+    /// the test finds no counter in use, one counter is still treated as in use, because the
+    /// watchdog may not watch the CPU on which the test runs.
     pub(super) fn find(trial: &mut dyn ProbePmu, nmi_watchdog: bool) -> Self {
         let Some(general) = ProbeEvent::GENERAL
             .into_iter()
@@ -149,7 +151,8 @@ impl HostCounters {
         self.general == self.general_there && self.fixed.iter().all(|f| f.free)
     }
 
-    /// Reserves the watchdog's counter, which counts cycles.
+    /// Marks the watchdog's counter as in use: the fixed-function counter of cycles or, if there is
+    /// none, a general-purpose counter.
     fn reserve_for_watchdog(&mut self) {
         let cycles = u64::from(b::PERF_COUNT_HW_CPU_CYCLES);
         match self.fixed.iter_mut().find(|f| f.config == cycles) {
@@ -158,7 +161,7 @@ impl HostCounters {
         }
     }
 
-    /// Returns the number of free counters.
+    /// Returns the number of free counters, general-purpose and fixed-function.
     #[must_use]
     pub fn free(&self) -> usize {
         self.general + self.fixed.iter().filter(|f| f.free).count()
@@ -174,7 +177,8 @@ impl HostCounters {
         })
     }
 
-    /// Returns the counters of [`HostCounters::mask`] that can hold `attr`.
+    /// Returns the free counters that can hold an event with attributes `attr`, as in
+    /// [`HostCounters::mask`].
     #[must_use]
     pub fn constraint(&self, attr: &Attr) -> CounterMask {
         let general = CounterMask::first(self.general);
@@ -199,14 +203,14 @@ impl HostCounters {
         }
     }
 
-    /// Returns how many events with the attributes `attr` can be scheduled at the same time.
+    /// Returns the number of events with attributes `attr` that can be scheduled at the same time.
     #[must_use]
     pub fn at_once(&self, attr: &Attr) -> usize {
         self.constraint(attr).len()
     }
 
-    /// Returns `true` if `general` events that fit any counter, and one event each of the generic
-    /// events `fixed`, can be scheduled at the same time.
+    /// Returns `true` if `general` events that need general-purpose counters, and one event each of
+    /// the generic events `fixed`, can be scheduled at the same time.
     #[must_use]
     pub fn hold(&self, general: usize, fixed: &[u64]) -> bool {
         // An event takes a general-purpose counter only if it has no free fixed-function counter.
@@ -290,8 +294,8 @@ mod tests {
         HostCounters::find(&mut SimulatedProbe(host), nmi_watchdog)
     }
 
-    /// Returns the numbers of free and existing general-purpose counters, and the events of the
-    /// fixed-function counters, prefixed with `-` if in use.
+    /// Returns the numbers of free and of existing general-purpose counters, and the event names of
+    /// the fixed-function counters. The prefix `-` marks a counter in use.
     fn describe(found: &HostCounters) -> (usize, usize, Vec<String>) {
         let fixed = found.fixed.iter().map(|f| match f.free {
             true => f.event.clone(),
@@ -300,7 +304,7 @@ mod tests {
         (found.general, found.general_there, fixed.collect())
     }
 
-    /// Probes `host` and checks [`describe`].
+    /// Probes `host` and compares the result of [`describe`] with the expected one.
     fn check(host: SimHost, nmi_watchdog: bool, general: (usize, usize), fixed: &[&str]) -> HostCounters {
         let found = find(host, nmi_watchdog);
         let fixed = fixed.iter().map(|&name| name.to_owned()).collect();

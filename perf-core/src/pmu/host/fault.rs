@@ -1,8 +1,8 @@
 //! Injection of `perf_event_open(2)` failures for tests. Not compiled into releases.
 //!
-//! An environment variable names a file with an error number, with which each call fails from then
-//! on. An optional second number n, after a blank, lets every nth call succeed: with `4 3`, every
-//! third call. No call fails while the file is empty, so a test controls when failures begin.
+//! An environment variable names a file. If the file contains an error number, each call fails with
+//! that error. An optional second number n, after a blank, lets every nth call succeed: with `4 3`,
+//! every third call. No call fails while the file is empty, so a test controls when failures begin.
 
 #[cfg(debug_assertions)]
 use std::{
@@ -16,7 +16,8 @@ use std::{
 #[cfg(debug_assertions)]
 const FILE: &str = "PERFVISOR_TEST_PERF_OPEN";
 
-/// Returns the error with which this call of `perf_event_open(2)` must fail.
+/// Returns the error with which this call of `perf_event_open(2)` must fail, or `None` if the call
+/// must proceed.
 #[cfg(debug_assertions)]
 pub(super) fn injected_open_error() -> Option<i32> {
     // Opened at the first call, before the process restricts its access to files and system calls.

@@ -1,7 +1,6 @@
 //! A safe handle to a host perf event that [`super::opener`] opened.
 //!
-//! This module contains mechanism only. The drivers decide which events to count, for which target
-//! and when.
+//! The drivers decide which events to count, for which target and when.
 #![expect(unsafe_code, reason = "system calls, and memory shared with the kernel")]
 
 use std::cell::Cell;
@@ -29,13 +28,13 @@ pub(crate) const PARKED_PERIOD: u64 = 1 << 60;
 pub(crate) const READ_TIMES: u64 =
     (sys::bindings::PERF_FORMAT_TOTAL_TIME_ENABLED | sys::bindings::PERF_FORMAT_TOTAL_TIME_RUNNING) as u64;
 
-/// A count with the times that the kernel keeps for the event.
+/// A count of a host event, with the kernel's time enabled and time running of that event.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct TimedCount {
     pub(crate) count: u64,
-    /// Time for which the event was enabled while its thread ran, in nanoseconds.
+    /// Time for which the event was enabled while its thread ran, in nanoseconds (time enabled).
     pub(crate) enabled_ns: u64,
-    /// Part of the enabled time for which the event held a counter, in nanoseconds.
+    /// Time for which the event held a counter, in nanoseconds (time running).
     pub(crate) running_ns: u64,
 }
 
@@ -68,7 +67,7 @@ pub fn monotonic_ns() -> u64 {
     ts.tv_sec.cast_unsigned() * 1_000_000_000 + ts.tv_nsec.cast_unsigned()
 }
 
-/// Returns a zeroed attribute block with its size set.
+/// Returns a `perf_event_attr` whose fields are zero, except for its size.
 #[expect(
     clippy::cast_possible_truncation,
     reason = "the structure has some hundred bytes"
@@ -82,14 +81,14 @@ pub(crate) fn new_attr(type_: u32, config: u64) -> perf_event_attr {
     }
 }
 
-/// Returns the bytes of an attribute block.
+/// Returns the bytes of a `perf_event_attr`.
 pub(super) fn bytes_of(attr: &perf_event_attr) -> &[u8] {
     // SAFETY: the structure belongs to the kernel ABI and consists of integers without padding, and
     // `attr` is live and initialized for the lifetime of the slice.
     unsafe { std::slice::from_raw_parts((&raw const *attr).cast(), size_of::<perf_event_attr>()) }
 }
 
-/// An open host perf event on one thread.
+/// The file descriptor of an open host perf event.
 #[derive(Debug)]
 pub(crate) struct PerfFd {
     fd: OwnedFd,
@@ -115,12 +114,14 @@ impl AsFd for PerfFd {
 }
 
 impl PerfFd {
-    /// Opens `attr` on thread `tid` (0 is the calling thread), on any CPU.
+    /// Opens an event with attributes `attr` for thread `tid` (0 is the calling thread), on any
+    /// CPU.
     pub(crate) fn open(attr: &mut perf_event_attr, tid: i32) -> io::Result<Self> {
         Self::open_in_group(attr, HostTarget::Thread(tid), None, None)
     }
 
-    /// Opens `attr` as [`PerfFd::open`] does, in the group of `leader` and with an overflow signal.
+    /// Opens an event as [`PerfFd::open`] does, as a member of the group of `leader` and with an
+    /// overflow signal.
     pub(crate) fn open_in_group(
         attr: &mut perf_event_attr,
         counted: HostTarget,
@@ -153,7 +154,7 @@ impl PerfFd {
         Ok(Self { fd })
     }
 
-    /// Makes every overflow send signal `signal` to thread `tid` only.
+    /// Makes every overflow of the event send `signal` to thread `tid`.
     ///
     /// The kernel sends `SIGIO` instead if the queue of real-time signals is full; see
     /// [`super::ignore_sigio`].
@@ -167,7 +168,7 @@ impl PerfFd {
         check(unsafe { sys::ioctls::ENABLE(self.fd.as_raw_fd(), 0) }).map(drop)
     }
 
-    /// Disables the event. Its count is kept.
+    /// Disables the event. The count does not change.
     pub(crate) fn disable(&self) -> io::Result<()> {
         // SAFETY: DISABLE takes a flag word by value.
         check(unsafe { sys::ioctls::DISABLE(self.fd.as_raw_fd(), 0) }).map(drop)
@@ -191,8 +192,8 @@ impl PerfFd {
         check(rc).map(drop)
     }
 
-    /// Sets the period of a sampling event (1 to 2^63 - 1), counted from now. The kernel restarts a
-    /// running event with it immediately.
+    /// Sets the period of a sampling event (1 to 2^63 - 1). The new period starts now, even if the
+    /// event is running.
     pub(crate) fn set_period(&self, period: u64) -> io::Result<()> {
         // The generated wrapper takes the value, but the kernel copies it from an address.
         // SAFETY: `period` lives until the call returns, and the kernel reads eight bytes from it.
@@ -246,7 +247,8 @@ impl PerfFd {
         Ok(id)
     }
 
-    /// Reads words in the event's read format and returns their number.
+    /// Reads the event into `words`, in the event's read format. Returns the number of words that
+    /// were read.
     pub(crate) fn read_words(&self, words: &mut [u64]) -> io::Result<usize> {
         let len = size_of_val(words);
         // SAFETY: the buffer is `len` writable bytes, and the kernel writes at most that many.
@@ -257,7 +259,8 @@ impl PerfFd {
         Ok(n.cast_unsigned() / 8)
     }
 
-    /// Maps the control page and `2^log2_pages` data pages (no data pages for `None`).
+    /// Maps the control page of the event, with a ring of `2^log2_pages` data pages unless it is
+    /// `None`.
     #[expect(
         clippy::cast_possible_truncation,
         clippy::cast_sign_loss,
@@ -295,7 +298,7 @@ impl PerfFd {
     }
 }
 
-/// Blocks all signals of this thread until dropped.
+/// A guard that blocks all signals of this thread until dropped.
 struct SignalBlockGuard(libc::sigset_t);
 
 impl SignalBlockGuard {
@@ -347,7 +350,8 @@ impl Drop for PerfMap {
     }
 }
 
-/// Maximum number of payload words that are passed on per record. Longer records are truncated.
+/// Maximum number of payload words of a record that [`PerfMap::drain_words`] passes on. Further
+/// words are discarded.
 const MAX_PAYLOAD_WORDS: usize = 4;
 
 /// The type and `misc` fields of a record header.
@@ -380,20 +384,20 @@ impl PerfMap {
         unsafe { (*self.page()).__bindgen_anon_1.__bindgen_anon_1.cap_user_rdpmc() == 1 }
     }
 
-    /// Returns the event's counter index plus one if it is active on a counter of the current CPU,
-    /// otherwise 0.
+    /// Returns the index for `rdpmc` plus one if the event is active on a counter of the current
+    /// CPU, otherwise 0.
     pub(crate) fn index(&self) -> u32 {
         self.field_u32(std::mem::offset_of!(perf_event_mmap_page, index))
             .load(Ordering::Relaxed)
     }
 
-    /// Reads the count without a system call.
+    /// Reads the count of the event with `rdpmc`, without a system call.
     ///
     /// Returns `None` if the event holds no counter, the host does not offer user-space reads, or
-    /// the page kept changing. The caller then reads the file descriptor. Valid only on the event's
-    /// own thread.
+    /// the page kept changing. The caller then reads the file descriptor instead. Call this method
+    /// only on the event's own thread.
     pub(crate) fn user_read(&self) -> Option<u64> {
-        /// Number of attempts after which a system call is cheaper.
+        /// Maximum number of attempts, after which a system call is cheaper.
         const TRIES: usize = 16;
         if !self.user_read_offered() {
             return None;
@@ -435,11 +439,11 @@ impl PerfMap {
         None
     }
 
-    /// Makes the kernel populate the pages now.
+    /// Makes the kernel allocate the pages of this mapping now, with all signals blocked.
     ///
-    /// An event that counts single page faults, which a guest can request, sends a signal at each
-    /// fault. The kernel delivers a signal before it maps a page of this mapping, so the access
-    /// would fault and signal again, indefinitely. Blocked signals avoid this.
+    /// If the thread has an event that sends a signal at each page fault, which a guest can
+    /// request, the kernel delivers that signal before it maps the page. The access would then
+    /// fault and send a signal again, indefinitely.
     fn populate_page(&self, page: usize) {
         let _held = SignalBlockGuard::begin();
         let tail = self.field_u64(std::mem::offset_of!(perf_event_mmap_page, data_tail));
@@ -451,15 +455,15 @@ impl PerfMap {
         }
     }
 
-    /// Returns the kernel's time enabled of the event at the last time it was scheduled in or out,
-    /// in nanoseconds.
+    /// Returns the event's time enabled when the kernel last scheduled the event in or out, in
+    /// nanoseconds.
     pub(crate) fn enabled_ns(&self) -> u64 {
         self.field_u64(std::mem::offset_of!(perf_event_mmap_page, time_enabled))
             .load(Ordering::Relaxed)
     }
 
-    /// Returns the count and times at which the event was last scheduled out, or `None` if it holds
-    /// a counter or the page kept changing.
+    /// Returns the count and times of the event when the kernel last scheduled it out, or `None` if
+    /// the event holds a counter or the control page kept changing.
     pub(crate) fn left(&self) -> Option<TimedCount> {
         const TRIES: usize = 16;
         let lock = self.field_u32(std::mem::offset_of!(perf_event_mmap_page, lock));
@@ -489,14 +493,14 @@ impl PerfMap {
         self.data_len > 0
     }
 
-    /// Passes every unread record to `each` and frees its space. Reads at most as many bytes as the
-    /// ring can hold.
+    /// Passes every unread record of the ring to `each`, and releases the space of the records.
+    /// Reads at most as many bytes as the ring can hold.
     pub(crate) fn drain(&mut self, mut each: impl FnMut(RecordHead)) {
         self.drain_words(|head, _| each(head));
     }
 
-    /// Drains the ring as [`PerfMap::drain`] does, and also passes the first words of each record's
-    /// payload.
+    /// Drains the ring as [`PerfMap::drain`] does, and also passes the first [`MAX_PAYLOAD_WORDS`]
+    /// words of each record's payload to `each`.
     #[expect(
         clippy::cast_possible_truncation,
         reason = "an offset is taken modulo the size of the ring"

@@ -22,28 +22,28 @@ use smallvec::SmallVec;
 use super::fd::{PerfFd, TimedCount};
 use super::opener::HostTarget;
 
-/// Read format of a member whose read returns the counts of the whole group.
+/// Read format with which a read of one member returns the counts of the whole group.
 pub(super) const READ_GROUP: u64 =
     (PERF_FORMAT_TOTAL_TIME_ENABLED | PERF_FORMAT_TOTAL_TIME_RUNNING | PERF_FORMAT_GROUP | PERF_FORMAT_ID)
         as u64;
 
-/// Maximum number of members besides the leader. Further events are opened alone; no PMU has that
-/// many counters.
+/// Maximum number of members besides the leader. Further events are opened alone. No PMU has more
+/// counters.
 pub(super) const MAX_MEMBERS: usize = 15;
 
 /// A kernel group, shared by all its members. All calls are made under the lock of the events'
 /// context.
 #[derive(Debug)]
 pub(super) struct KernelGroup {
-    /// Target that the events count.
+    /// Thread or CPU on which the events of the group count.
     pub(super) counted: HostTarget,
     /// Set if the leader, and thus the whole group, is pinned.
     pub(super) pinned: bool,
     leader: Arc<PerfFd>,
     leader_id: u64,
-    /// Set while the leader is enabled.
+    /// Set while the leader is enabled in the kernel.
     on: AtomicBool,
-    /// Count of the leader, if the group was read after the leader was last disabled.
+    /// Count of the leader, valid if the group was read after the leader was last disabled.
     count: CachedCount,
     members: Mutex<SmallVec<[Arc<GroupMember>; 4]>>,
 }
@@ -57,14 +57,14 @@ pub(super) struct GroupMember {
     reads: bool,
     /// Set for a software event, which needs no counter.
     software: bool,
-    /// Set if the member must count while the leader is enabled.
+    /// Set if the member must count whenever the leader is enabled.
     wanted: AtomicBool,
     /// Set if the member is enabled in the kernel.
     enabled: AtomicBool,
     count: CachedCount,
 }
 
-/// A cached count, valid while the group is disabled.
+/// A count of a group member at the last read of the group, valid while the group stays disabled.
 #[derive(Debug, Default)]
 struct CachedCount {
     count: AtomicU64,
@@ -110,13 +110,13 @@ impl KernelGroup {
         self.members().len() >= MAX_MEMBERS
     }
 
-    /// Returns `true` if the group cannot be read yet because no member has [`READ_GROUP`].
+    /// Returns `true` if the group has no member with [`READ_GROUP`] and so cannot be read yet.
     pub(super) fn needs_reader(&self) -> bool {
         !self.members().iter().any(|m| m.reads)
     }
 
-    /// Adds `fd`, which was opened disabled in this group. `reads` is set if it was opened with
-    /// [`READ_GROUP`].
+    /// Adds an event to the group. `fd` was opened in this group, in the disabled state. `reads` is
+    /// set if it was opened with [`READ_GROUP`], and `software` if it is a software event.
     pub(super) fn join(&self, fd: Arc<PerfFd>, reads: bool, software: bool) -> io::Result<Arc<GroupMember>> {
         let member = Arc::new(GroupMember {
             id: fd.id()?,
@@ -131,12 +131,12 @@ impl KernelGroup {
         Ok(member)
     }
 
-    /// Removes a member with a file descriptor that is about to be closed.
+    /// Removes a member whose file descriptor is about to be closed.
     pub(super) fn remove(&self, member: &Arc<GroupMember>) {
         self.members().retain(|m| !Arc::ptr_eq(m, member));
     }
 
-    /// Enables the leader and thereby all started members.
+    /// Enables the leader, and thereby all members that were started.
     pub(super) fn start(&self) -> io::Result<()> {
         for member in self.members().iter() {
             member.count.known.store(false, Ordering::Relaxed);
@@ -150,13 +150,13 @@ impl KernelGroup {
         Ok(())
     }
 
-    /// Disables the leader and thereby all members.
+    /// Disables the leader, and thereby all members.
     pub(super) fn stop(&self) -> io::Result<()> {
         self.on.store(false, Ordering::Relaxed);
         self.leader.disable()
     }
 
-    /// Starts `member` together with the leader, or immediately if the leader is enabled.
+    /// Starts `member`, which counts as soon as the leader is enabled.
     pub(super) fn start_member(&self, member: &GroupMember) -> io::Result<()> {
         member.count.known.store(false, Ordering::Relaxed);
         if !member.enabled.load(Ordering::Relaxed) {
@@ -167,7 +167,7 @@ impl KernelGroup {
         Ok(())
     }
 
-    /// Enables `member`.
+    /// Enables `member` in the kernel.
     ///
     /// The kernel starts a software event immediately only if its leader is of the same type (a
     /// clock, or not a clock). With any other running leader, the event would count nothing until
@@ -194,8 +194,8 @@ impl KernelGroup {
         Ok(())
     }
 
-    /// Returns the leader's count while the group is disabled. One system call reads the counts of
-    /// all members.
+    /// Returns the leader's count while the group is disabled. Takes one system call, which reads
+    /// the counts of all members.
     pub(super) fn read_leader(&self) -> Option<u64> {
         self.read_all();
         self.count.get()
@@ -232,7 +232,7 @@ impl KernelGroup {
 }
 
 impl GroupMember {
-    /// Returns the result of [`PerfFd::read_timed`] for the member's file descriptor.
+    /// Reads the member's file descriptor with [`PerfFd::read_timed`].
     pub(super) fn read_timed(&self) -> io::Result<Option<TimedCount>> {
         if !self.reads {
             return self.fd.read_timed();
@@ -252,14 +252,15 @@ impl GroupMember {
             }))
     }
 
-    /// Returns `true` if each sample of this member contains only its own count, not those of the
-    /// whole group.
+    /// Returns `true` if each sample of this member contains the count of this member only, rather
+    /// than the counts of the whole group.
     pub(super) fn has_single_count_samples(&self) -> bool {
         !self.reads
     }
 
-    /// Reads the group. Passes the ID and count of each member to `each`, and returns the group's
-    /// time enabled and time running, or `None` if the group is in the error state.
+    /// Reads the whole group through this member. Passes the kernel's ID and the count of each
+    /// member to `each`, and returns the group's time enabled and time running, or `None` if the
+    /// group is in the error state.
     fn each(&self, mut each: impl FnMut(u64, u64)) -> io::Result<Option<(u64, u64)>> {
         // Number of members, two times, and a count and an ID for each member.
         let mut words = [0u64; 3 + 2 * (MAX_MEMBERS + 1)];

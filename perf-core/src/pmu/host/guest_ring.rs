@@ -12,8 +12,7 @@
 //!   kernel and in the VMM, which are marked as such. A hardware event that excludes the host has
 //!   no such samples.
 //! - Some KVMs interpret parts of the guest, or run on a host that does not mark guest samples. The
-//!   samples alone do not distinguish such guest time from host kernel time, so readers have to
-//!   compare them with another measurement; see [`SampleOrigin`].
+//!   samples then show guest time as host kernel time; see [`SampleOrigin`].
 
 use std::io;
 use std::marker::PhantomData;
@@ -45,8 +44,8 @@ impl GuestSamplingEvent {
         Self::open(attr, tid, false)
     }
 
-    /// Opens a stopped hardware event of the guest with the configuration and the period or
-    /// frequency of `attr`.
+    /// Opens a stopped hardware event that counts the guest. Type, `config` and period or frequency
+    /// are those of `attr`.
     ///
     /// # Errors
     /// Returns a [`PmuError`] if the host does not open the event.
@@ -72,8 +71,8 @@ impl GuestSamplingEvent {
         Ok(Self { fd })
     }
 
-    /// Makes each sample also send `signal` to thread `tid`. This is more expensive and intended
-    /// for comparison.
+    /// Makes each sample also send `signal` to thread `tid`. A signal is more expensive than a
+    /// record in the ring. Intended for comparisons of the two.
     ///
     /// # Errors
     /// Returns the error of `fcntl(2)`.
@@ -109,16 +108,16 @@ pub enum SampleOrigin {
     HostUser,
 }
 
-/// A sample that the host kernel took.
+/// A sample of a vCPU's thread that the host kernel took.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct GuestSample {
-    /// `CLOCK_MONOTONIC` time, in nanoseconds.
+    /// Time of the sample on `CLOCK_MONOTONIC`, in nanoseconds.
     pub time_ns: u64,
-    /// Code that was interrupted.
+    /// Code that the sample interrupted.
     pub side: SampleOrigin,
-    /// Instruction pointer, of the guest for guest samples.
+    /// Instruction pointer of the interrupted code, in the guest or on the host.
     pub ip: u64,
-    /// Number of events that the sample represents; nanoseconds for a clock.
+    /// Number of counts that the sample represents. For a clock event, the number of nanoseconds.
     pub period: u64,
 }
 
@@ -147,12 +146,12 @@ impl HostRecord for GuestSample {
 
 /// A record of a [`HostRing`].
 pub trait HostRecord: Sized {
-    /// Decodes a record of type `ty` from the first words of its body. Returns `None` for records
-    /// of other types.
+    /// Decodes a record of type `ty` from the first words of its payload. Returns `None` for
+    /// records of other types.
     fn decode(ty: u32, misc: u32, words: &[u64]) -> Option<Self>;
 }
 
-/// Numbers of losses and throttles that a ring reported while it was drained.
+/// Number of lost records and of throttles that a ring reported while it was drained.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct HostRingStats {
     /// Number of lost records.
@@ -170,8 +169,8 @@ pub struct HostRing<R> {
 }
 
 impl<R: HostRecord> HostRing<R> {
-    /// Maps the ring of `fd` with `2^log2_pages` data pages, which count against the user's perf
-    /// memory (`perf_event_mlock_kb`).
+    /// Maps the ring of `fd` with `2^log2_pages` data pages, which count towards the user's limit
+    /// `perf_event_mlock_kb`.
     ///
     /// # Errors
     /// Returns the error of `mmap(2)`.
@@ -190,8 +189,8 @@ impl<R: HostRecord> HostRing<R> {
         self.fd.set_enabled(on)
     }
 
-    /// Passes each unread record of type `R` to `each`, oldest first, and returns counts derived
-    /// from the records of other types. Reads at most as many bytes as the ring can hold.
+    /// Passes each unread record of type `R` to `each`, oldest first, and returns the numbers of
+    /// lost records and of throttles. Reads at most as many bytes as the ring can hold.
     pub fn drain(&mut self, mut each: impl FnMut(R)) -> HostRingStats {
         let mut drained = HostRingStats::default();
         self.map.drain_words(|head, words| match (head.type_, words) {
@@ -206,7 +205,7 @@ impl<R: HostRecord> HostRing<R> {
 }
 
 impl HostPmu {
-    /// Sets the exclude bits of a hardware event from `attr`.
+    /// Sets the exclude bits of a hardware event as in `attr`.
     pub(super) fn set_exclusions(raw: &mut b::perf_event_attr, attr: &Attr) {
         raw.set_exclude_hv(attr.exclude_hv.into());
         raw.set_exclude_host(attr.exclude_host.into());
@@ -221,8 +220,8 @@ mod tests {
     use super::*;
     use crate::pmu::host::fd::current_tid;
 
-    /// A thread without a guest is sampled as host code, with increasing times and the requested
-    /// period.
+    /// Samples of a thread that runs no guest have a host origin, increasing times and the
+    /// requested period.
     #[test]
     fn clock_samples_report_their_origin() {
         const PERIOD_NS: u64 = 500_000;

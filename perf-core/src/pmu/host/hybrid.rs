@@ -3,11 +3,11 @@
 use std::fs;
 use std::path::Path;
 
-/// PMUs of Linux's hybrid x86 processors, one per core type.
+/// Names of the PMUs of hybrid x86 processors in Linux, one per core type.
 const KINDS: [&str; 3] = ["cpu_core", "cpu_atom", "cpu_lowpower"];
 
-/// Returns a one-line explanation of why the hardware PMUs under `devices` are not used, and of
-/// what the user can do, or `None` if one PMU covers all cores.
+/// Returns the reason why the hardware PMUs under `devices` are not used and what the user can do,
+/// in one line. Returns `None` if one PMU covers all cores.
 ///
 /// A perf event counts on one type of core only. A vCPU's thread migrates between core types, and
 /// its counts would silently miss the time on the other types. Therefore hardware events are not

@@ -7,9 +7,9 @@
 //! [`EventType::SOFTWARE`] without a limit.
 //!
 //! Events are opened pinned and never exceed the number of slots, so the kernel does not multiplex
-//! them. If the kernel does so nevertheless, the time enabled and the time running that it reports
-//! for the event differ, and a message is logged. Events are opened once, and then enabled,
-//! disabled and given periods.
+//! them. If the kernel multiplexes an event nevertheless, the driver logs a message, because the
+//! kernel's time enabled and time running of the event then differ. Events are opened once, and
+//! then enabled, disabled and given periods.
 //!
 //! # Filters
 //! Hardware events obey `exclude_host`, `exclude_guest`, `exclude_user` and `exclude_kernel`. The
@@ -23,10 +23,10 @@
 //! `SA_RESTART`, so that it interrupts `KVM_RUN`. A standard signal (below `SIGRTMIN`, such as
 //! `SIGUSR2`) is preferable to a real-time signal. While a standard signal is pending, the signals
 //! of further overflows are coalesced with it. No overflow is lost, because
-//! [`PmuEvent::take_overflows`] checks the counts. Real-time signals are queued, and if the queue,
-//! which all processes of a user share, is full, the kernel sends `SIGIO` instead. The default
-//! action of `SIGIO` terminates the process (see [`ignore_sigio`]). If `SIGIO` is ignored, the
-//! overflow is not noticed until the next exit.
+//! [`PmuEvent::take_overflows`] checks the counts. Real-time signals are queued. All processes of a
+//! user share the queue. If it is full, the kernel sends `SIGIO` instead. The default action of
+//! `SIGIO` terminates the process (see [`ignore_sigio`]). If `SIGIO` is ignored, the overflow is
+//! not noticed until the next exit.
 
 mod counters;
 mod fault;
@@ -272,31 +272,31 @@ struct HostEvent {
     fd: Arc<PerfFd>,
     opener: OpenParams,
     member: Option<GroupMembership>,
-    /// Group that this event leads, if other events were opened in it.
+    /// Kernel group that this event leads, or `None` if no other event was opened in the group.
     group: Option<Arc<KernelGroup>>,
-    /// Count of the event before it was last reopened, added to the kernel's count.
+    /// Count of the event when it was last reopened. The total count is this value plus the
+    /// kernel's count.
     base: u64,
-    /// Control page, with the ring if the event can be armed.
+    /// Mapped control page of the event, with a ring if the event can be armed.
     map: Option<PerfMap>,
     can_arm: bool,
     hardware: bool,
-    /// Set if user-space reads were tested and are correct. The control page's capability bit alone
-    /// does not prove this.
+    /// Set if reads with `rdpmc` were tested and are correct. The capability bit in the control
+    /// page alone does not prove this.
     user_read: bool,
-    /// Registration of an armed clock event in the limit on the overflow rate. Each overflow of a
-    /// clock event is an expiry of a kernel timer.
+    /// Registration of this clock event for the limit on overflow rates. Each overflow of a clock
+    /// event takes a kernel timer interrupt.
     ringing: ClockRate,
     /// Set for a software event that the kernel increments at each occurrence, unlike a hardware
     /// counter or a clock.
     one_by_one: bool,
     on: bool,
-    /// Period with which the kernel reloads the event; [`PARKED_PERIOD`] if the event must not
-    /// overflow.
+    /// Period that is set in the kernel, or [`PARKED_PERIOD`] if the event must not overflow.
     kernel_period: u64,
-    /// A count at which a period of the kernel ends. Further periods end at multiples of
-    /// `kernel_period` from there.
+    /// Count at which one of the kernel's periods ends. The following periods end at multiples of
+    /// `kernel_period` after this count.
     kernel_due: u64,
-    /// Set once the temporary loss of the counter has been logged.
+    /// Set once a message about the temporary loss of the counter has been logged.
     loss_logged: bool,
     last_count: u64,
     /// Set if the event may have counted since `last_count` was read.
@@ -304,28 +304,29 @@ struct HostEvent {
     armed_at: Option<u64>,
     /// Minimum period that the kernel accepts for the event, as far as it is known.
     floor: PeriodFloor,
-    /// Polling for an overflow that is nearer than the minimum period.
+    /// Polling for an overflow that is closer than the minimum period.
     late: LateOverflowPoll,
-    /// Last moment at which the event is known to have held a counter.
+    /// Last known moment at which the event held its counter.
     good: LastOnCounter,
-    /// Earliest possible time of a counter loss, in nanoseconds, or `None` if the event has its
-    /// counter. Only for a started event.
+    /// Earliest time at which the host may have taken the event's counter away, in nanoseconds, or
+    /// `None` if the event holds its counter. Valid only while the event is started.
     lost_at_ns: Option<u64>,
 }
 
-/// A moment at which an event held a counter.
+/// A moment at which an event is known to have held its counter.
 #[derive(Clone, Copy, Debug, Default)]
 struct LastOnCounter {
-    /// Time of [`monotonic_ns`].
+    /// Time of that moment on [`monotonic_ns`], in nanoseconds.
     at_ns: u64,
-    /// Kernel's time enabled of the event, in nanoseconds.
+    /// The kernel's time enabled of the event at that moment, in nanoseconds.
     enabled_ns: u64,
 }
 
 impl HostEvent {
-    /// Makes the kernel end a period `period` counts after the current count `count`, and repeat
-    /// that period. Does nothing if the kernel is already set to do so. The period that is set may
-    /// be longer than `period`, for a clock event and if `period` is below the kernel's minimum.
+    /// Sets the period in the kernel so that the event overflows `period` counts after its current
+    /// count `count`, and then at each further period. Has no effect if this is already set. The
+    /// period in the kernel is longer if `period` is below the minimum of the kernel or of clock
+    /// events.
     fn set_period(&mut self, count: u64, period: u64) -> Result<(), PmuError> {
         let asked = count.saturating_add(period);
         let period = self.floor.period_for(self.ringing.period_for(period));
@@ -371,8 +372,8 @@ impl HostEvent {
         }
     }
 
-    /// Starts polling for the overflow at count `at` if it is closer than the kernel's minimum
-    /// period.
+    /// Starts polling for the overflow at count `at` if the overflow is closer than the kernel's
+    /// minimum period.
     fn poll_if_late(&mut self, count: u64, at: u64) {
         if self.floor.period_for(1) <= at.saturating_sub(count) {
             self.late.end();
@@ -400,9 +401,9 @@ impl HostEvent {
         }
     }
 
-    /// Returns `Some` with the count at the most recent overflow, or `None` if the event has no
-    /// ring of single counts. The kernel writes one count per overflow into the ring; the inner
-    /// `None` means that there was no overflow.
+    /// Reads the counts that the kernel has written to the event's ring, one per overflow. Returns
+    /// `Some` with the count at the most recent overflow, `Some(None)` if there was no overflow, or
+    /// `None` if the event has no such ring.
     fn overflow_in_ring(&mut self) -> Option<Option<u64>> {
         if self
             .member
@@ -422,7 +423,7 @@ impl HostEvent {
         Some(newest)
     }
 
-    /// Reads the count. Returns `None` if the kernel put the event into the error state.
+    /// Reads the count. Returns `None` if the event is in the kernel's error state.
     fn read_current(&mut self) -> io::Result<Option<u64>> {
         if self.on
             && self.opener.counted == HostTarget::Thread(current_tid())
@@ -457,8 +458,8 @@ impl HostEvent {
         }
     }
 
-    /// Returns the count of this event, as obtained by one read of its whole group. Returns `None`
-    /// if the event or the group is enabled, if the event is in no group, or if the read fails.
+    /// Returns the count of this event from one read of its whole group. Returns `None` if the
+    /// event or the group is enabled, if the event is in no group, or if the read fails.
     fn count_with_group(&self) -> Option<u64> {
         if self.on {
             return None;
@@ -489,7 +490,8 @@ impl HostEvent {
 }
 
 impl HostEvent {
-    /// Handles the error state of the event. The control page has its final count and times.
+    /// Handles the loss of the event's counter, which puts the event into the kernel's error state.
+    /// The final count and times are read from the control page.
     fn handle_lost_counter(&mut self) {
         if !self.on || self.lost_at_ns.is_some() {
             return;

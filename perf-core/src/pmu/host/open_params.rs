@@ -11,7 +11,7 @@ use super::fd::{self, PerfFd, PerfMap};
 use super::group::{GroupMember, KernelGroup, READ_GROUP};
 use super::{HostPmu, HostTarget, OverflowSignal};
 
-/// Parameters of an open, kept to reopen the event when it leaves its group.
+/// Parameters with which an event was opened, kept to reopen the event when it leaves its group.
 #[derive(Debug)]
 pub(super) struct OpenParams {
     pub(super) raw: perf_event_attr,
@@ -25,14 +25,14 @@ pub(super) struct OpenParams {
     pub(super) user_read: bool,
 }
 
-/// Membership of an event in a kernel group that another event leads.
+/// The membership of an event in a kernel group that another event leads.
 #[derive(Debug)]
 pub(super) struct GroupMembership {
     pub(super) group: Arc<KernelGroup>,
     pub(super) member: Arc<GroupMember>,
 }
 
-/// Returns the error for a CPU that does not exist or is offline.
+/// Returns the error of opening an event on a CPU that does not exist or is offline.
 pub(super) fn missing_cpu_error(errno: i32) -> PmuError {
     PmuError::Os {
         what: "counting a CPU that the host does not have, or that is offline,",
@@ -41,7 +41,7 @@ pub(super) fn missing_cpu_error(errno: i32) -> PmuError {
 }
 
 impl OpenParams {
-    /// Converts an error of opening this event.
+    /// Converts an error of opening an event with these parameters.
     fn open_error(&self, source: io::Error) -> PmuError {
         let HostTarget::Cpu(cpu) = self.counted else {
             return HostPmu::open_error(source, self.guest);
@@ -71,8 +71,8 @@ impl OpenParams {
         Ok((Arc::new(fd), map))
     }
 
-    /// Opens the event in `group`. Returns `None` if the kernel rejects this or if the event would
-    /// count differently in the group. `counts` is set for an event that does not sample.
+    /// Opens the event in `group`. Returns `None` if the event cannot join the group or would count
+    /// differently in the group. `counts` is set for an event that does not sample.
     pub(super) fn join(
         &self,
         group: Arc<KernelGroup>,
@@ -109,9 +109,9 @@ impl OpenParams {
         }
     }
 
-    /// Maps the pages that save system calls: a ring, to which the kernel writes the count at each
-    /// overflow, and the control page, with which the counter is read in user space. The event
-    /// works without either.
+    /// Maps pages of the event that save system calls: a ring, to which the kernel writes the count
+    /// at each overflow, if the event sends a signal, or else the control page, if the count is
+    /// read with `rdpmc`. The event also works without these pages.
     fn map(&self, fd: &PerfFd) -> Option<PerfMap> {
         let ring = || {
             fd.map(Some(0))

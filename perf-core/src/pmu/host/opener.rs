@@ -2,8 +2,8 @@
 //! this file calls `perf_event_open(2)`.
 //!
 //! A process that drops the privilege to call `perf_event_open(2)` first installs an
-//! [`EventOpener`] that requests each event from another process. Only the open uses the opener.
-//! Open events are read, armed and enabled through their file descriptors.
+//! [`EventOpener`] that requests each event from another process. Events that are open are read,
+//! armed and enabled through their file descriptors, without the opener.
 
 #![expect(unsafe_code, reason = "system calls")]
 
@@ -16,7 +16,7 @@ use std::sync::OnceLock;
 use perf_event_open_sys as sys;
 use sys::bindings::{PERF_FLAG_FD_CLOEXEC, perf_event_attr};
 
-/// `F_SETSIG`, `F_SETOWN_EX` and `F_OWNER_TID` of `fcntl(2)`.
+/// Constants of `fcntl(2)`: `F_SETSIG`, `F_SETOWN_EX` and `F_OWNER_TID`.
 const F_SETSIG: libc::c_int = 10;
 const F_SETOWN_EX: libc::c_int = 15;
 const F_OWNER_TID: libc::c_int = 0;
@@ -37,29 +37,29 @@ pub enum HostTarget {
     Cpu(i32),
 }
 
-/// The signal that each overflow of an event sends, and the thread that receives it.
+/// The signal that each overflow of a host event sends, and the thread that receives it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct OverflowSignal {
-    /// Thread ID of the receiver.
+    /// ID of the thread that receives the signal.
     pub tid: i32,
-    /// Signal number.
+    /// Number of the signal.
     pub signal: i32,
 }
 
 /// A request to open one host perf event.
 #[derive(Clone, Copy, Debug)]
 pub struct EventOpenRequest<'a> {
-    /// Bytes of `struct perf_event_attr`.
+    /// Bytes of the event's `struct perf_event_attr`.
     pub attr: &'a [u8],
-    /// The target of the event.
+    /// Thread or CPU on which the event counts.
     pub counted: HostTarget,
-    /// The leader of the event's group, or `None` for an event that leads its own group.
+    /// Leader of the event's group, or `None` for an event that leads its own group.
     pub leader: Option<BorrowedFd<'a>>,
-    /// The overflow signal, or `None` for an event that sends no signal.
+    /// Overflow signal of the event, or `None` for an event that sends no signal.
     pub overflow: Option<OverflowSignal>,
 }
 
-/// Opens host perf events for this process.
+/// A means of opening host perf events for this process.
 pub trait EventOpener: Debug + Send + Sync {
     /// Opens one event with its overflow signal.
     ///
@@ -79,7 +79,7 @@ pub trait EventOpener: Debug + Send + Sync {
 pub struct SyscallOpener;
 
 impl EventOpener for SyscallOpener {
-    /// Makes only system calls, so a signal handler may call this method.
+    /// Opens one event. A signal handler may call this method, because it makes only system calls.
     fn open(&self, request: &EventOpenRequest<'_>) -> io::Result<OwnedFd> {
         let event = perf_event_open(request)?;
         if let Some(overflow) = request.overflow {
@@ -151,7 +151,7 @@ fn check(rc: libc::c_int) -> io::Result<libc::c_int> {
     }
 }
 
-/// The installed opener of this process. If none is installed, [`SyscallOpener`] is used.
+/// The opener that was installed in this process. Without one, [`SyscallOpener`] is used.
 static OPENER: OnceLock<Box<dyn EventOpener>> = OnceLock::new();
 
 /// Sets the opener of all host perf events that this process opens from now on.

@@ -1,4 +1,4 @@
-//! Probing of the host PMU's capabilities.
+//! Detection of the host's PMU and of its capabilities.
 #![expect(unsafe_code, reason = "system calls, and memory shared with the kernel")]
 
 use std::fs;
@@ -15,7 +15,7 @@ use super::hybrid;
 use super::opener::{EventOpenRequest, EventOpener, HostTarget};
 use crate::pmu::MEDIATED_NEIGHBOUR;
 
-/// Generic hardware events of `perf_event_open(2)`, with perf's names.
+/// Generic hardware events of `perf_event_open(2)`: perf's names and `config` values.
 const GENERIC: [(&str, u32); 10] = [
     ("cycles", b::PERF_COUNT_HW_CPU_CYCLES),
     ("instructions", b::PERF_COUNT_HW_INSTRUCTIONS),
@@ -32,7 +32,7 @@ const GENERIC: [(&str, u32); 10] = [
     ("ref-cycles", b::PERF_COUNT_HW_REF_CPU_CYCLES),
 ];
 
-/// Generic events that advance whenever a thread runs.
+/// Values of `config` of the generic events that advance whenever a thread runs.
 const ALWAYS_COUNTED: [u32; 5] = [
     b::PERF_COUNT_HW_CPU_CYCLES,
     b::PERF_COUNT_HW_INSTRUCTIONS,
@@ -41,15 +41,16 @@ const ALWAYS_COUNTED: [u32; 5] = [
     b::PERF_COUNT_HW_REF_CPU_CYCLES,
 ];
 
-/// A generic hardware event, and whether it can count a guest.
+/// A generic hardware event, and whether it can count a guest on this host.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct GenericEvent {
     /// perf's name of the event.
     pub name: String,
-    /// `config` of the event.
+    /// Value of `config` for the event.
     pub config: u64,
-    /// `true` if the event opens and counts. A kernel that is itself a guest may open events that
-    /// its virtual PMU never counts. This is detected for events that advance whenever code runs.
+    /// `true` if the event can be opened for a guest and counts. Whether it counts is tested only
+    /// for events that advance whenever code runs, because the virtual PMU of a host that is itself
+    /// a guest may open an event without counting it.
     pub opens: bool,
 }
 
@@ -58,32 +59,34 @@ pub struct GenericEvent {
 pub struct HostProbe {
     /// `true` if the host has a hardware PMU that this process may use.
     pub hardware_pmu: bool,
-    /// Counters that are available to a thread.
+    /// Counters that are available to one thread of the host.
     pub counters: HostCounters,
-    /// Reason why there are no slots, in one line; `None` if there are slots.
+    /// Reason why there are no slots, in one line, or `None` if there are slots.
     pub no_slots_because: Option<String>,
-    /// `true` if the host has several types of cores, each with its own PMU, none of which is used.
+    /// `true` if the host has several types of cores, each with its own PMU. None of these PMUs is
+    /// used.
     pub hybrid: bool,
-    /// Value of `/proc/sys/kernel/perf_event_paranoid`.
+    /// Value of `/proc/sys/kernel/perf_event_paranoid`, or `None` if it cannot be read.
     pub paranoid: Option<i32>,
     /// `true` if `/proc/sys/kernel/nmi_watchdog` is enabled.
     pub nmi_watchdog: bool,
-    /// `true` if the host reserves its PMU for mediated guests, so that events that count a guest
-    /// are currently rejected.
+    /// `true` if the host currently rejects events that count a guest, because it reserves its PMU
+    /// for guests with a mediated vPMU.
     pub mediated: bool,
     /// `true` if user space can read counters with `rdpmc`.
     pub user_read: bool,
-    /// `true` if software clock events with overflow can be opened, which the `clock` driver
-    /// requires.
+    /// `true` if the host can open software clock events that overflow. The `clock` driver requires
+    /// such events.
     pub software_clock: bool,
-    /// PMUs that the kernel lists, such as `cpu` and `software`.
+    /// Names of the PMUs that the kernel lists, such as `cpu` and `software`.
     pub pmus: Vec<String>,
-    /// Generic hardware events, and whether they open.
+    /// Generic hardware events, each with the result of opening it.
     pub generic: Vec<GenericEvent>,
 }
 
 impl HostProbe {
-    /// Probes this host. Takes a few milliseconds and opens temporary events on the calling thread.
+    /// Probes this host. Opens temporary events on the calling thread, which takes a few
+    /// milliseconds.
     #[must_use]
     pub fn run() -> Self {
         let hybrid = hybrid::refusal(Path::new(DEVICES));
@@ -93,7 +96,7 @@ impl HostProbe {
         probe
     }
 
-    /// Probes the hardware events that `host` opens, and the remaining properties of this host.
+    /// Probes hardware events through `host`, and all other properties on this host itself.
     fn of_events(host: &mut impl ProbeEvents, hybrid: Option<String>, nmi_watchdog: bool) -> Self {
         let opened: Vec<_> = GENERIC
             .iter()
@@ -188,7 +191,7 @@ pub fn counting_is_denied_to(opener: &dyn EventOpener) -> bool {
     matches!(opener.open(&request), Err(e) if e.kind() == io::ErrorKind::PermissionDenied)
 }
 
-/// Directory in which the kernel lists its PMUs.
+/// Directory in which the kernel lists its PMUs (sysfs).
 const DEVICES: &str = "/sys/bus/event_source/devices";
 
 /// Makes the process ignore `SIGIO` unless it already has a disposition for this signal.
@@ -220,24 +223,24 @@ fn is_mediated(opened: &io::Result<()>) -> bool {
     matches!(opened, Err(e) if matches!(e.raw_os_error(), Some(libc::EOPNOTSUPP | libc::EBUSY)))
 }
 
-/// Returns `true` if the kernel searched for the event's PMU and found none (`ENOENT`).
+/// Returns `true` if an event could not be opened because the kernel has no PMU for it (`ENOENT`).
 ///
-/// In this case the kernel also permits a software clock, because it checks the caller's privileges
-/// before it searches for the PMU, and the attributes of [`open_clock`] require the same
-/// privileges. The clock is not opened, because the first event of an idle host waits for an RCU
-/// grace period, 10 to 15 ms (Linux, `account_event`).
+/// This error also proves that a software clock is permitted, because the kernel checks the
+/// caller's privileges before it searches for the PMU, and the attributes of [`open_clock`] require
+/// the same privileges. The clock is not opened, because the first event of an idle host waits for
+/// an RCU grace period, 10 to 15 ms (Linux, `account_event`).
 fn is_unknown(opened: &io::Result<()>) -> bool {
     matches!(opened, Err(e) if e.raw_os_error() == Some(libc::ENOENT))
 }
 
-/// Opens a generic event that counts this thread in host user mode, which requires no privilege.
+/// Opens a generic event that counts this thread in host user mode. This requires no privilege.
 fn open_host(config: u32) -> io::Result<PerfFd> {
     let mut attr = host_attr(config);
     PerfFd::open(&mut attr, 0)
 }
 
-/// Returns `true` if `config` advances while this thread runs. The kernel is included if allowed,
-/// because a counter restricted to one privilege level may advance with a delay.
+/// Returns `true` if `config` advances while this thread runs. Kernel mode is counted too if this
+/// is permitted, because a counter restricted to one privilege level may advance with a delay.
 fn counts(config: u32) -> bool {
     let mut attr = host_attr(config);
     attr.set_exclude_kernel(0);
@@ -268,17 +271,18 @@ fn open_clock() -> io::Result<PerfFd> {
     PerfFd::open(&mut attr, 0)
 }
 
-/// Hardware events that a probe opens.
+/// The host on which a probe opens hardware events, real or simulated.
 trait ProbeEvents: ProbePmu {
-    /// Opens a generic event that counts the guests of this thread, and closes it.
+    /// Checks that a generic event that counts the guests of this thread can be opened. Closes the
+    /// event.
     fn open_guest(&mut self, config: u32) -> io::Result<()>;
     /// Returns `true` if a generic event that counts only the host can be opened.
     fn opens_on_host(&mut self, config: u32) -> bool;
-    /// Returns `true` if the generic event advances.
+    /// Returns `true` if a generic event on this thread advances.
     fn counts(&mut self, config: u32) -> bool;
 }
 
-/// Tests events on the calling thread in host user mode, which requires no privilege.
+/// The host of the calling thread. Events count host user mode, which requires no privilege.
 struct ThreadProbe;
 
 impl ProbeEvents for ThreadProbe {
@@ -339,15 +343,14 @@ impl ProbePmu for ThreadProbe {
     }
 }
 
-/// Returns `true` if user space can actually read a counter.
+/// Returns `true` if user space can read a counter with `rdpmc` and the value is correct.
 ///
-/// The control page alone does not prove this, because a kernel that is itself a guest may offer it
-/// although the instruction faults or reads another value. Therefore a child process, which may
-/// crash, executes the instruction and compares the value with the kernel's counts before and
+/// The control page alone does not prove this, because a kernel that is itself a guest may offer
+/// `rdpmc` although the instruction faults or reads a wrong value. Therefore a child process, which
+/// may crash, executes the instruction and compares the value with the kernel's counts before and
 /// after.
 fn is_rdpmc_usable() -> bool {
-    /// Number of comparisons. A wrong value may match by chance, but is very unlikely to match this
-    /// often.
+    /// Number of comparisons. A wrong value may match by chance once, but hardly this often.
     const TRIES: usize = 64;
     let mut attr = host_attr(b::PERF_COUNT_HW_CPU_CYCLES);
     attr.set_pinned(1);
@@ -433,8 +436,8 @@ mod tests {
         assert!(probe.hardware_pmu || probe.generic.iter().all(|g| !g.opens));
     }
 
-    /// Host whose kernel rejects events that count guests, with the given errno, as Linux 7.0 does
-    /// while a VM with a mediated vPMU is running. Host-only events can still be opened.
+    /// A simulated host that rejects events that count guests with the given errno, as Linux 7.0
+    /// does while a VM with a mediated vPMU is running. Host-only events can still be opened.
     struct MediatedHost(i32);
 
     impl ProbePmu for MediatedHost {
@@ -461,8 +464,8 @@ mod tests {
         }
     }
 
-    /// While a VM with a mediated vPMU is running, the host's free counters cannot count a guest,
-    /// so automatic driver selection (`auto`) must use the clock.
+    /// While a VM with a mediated vPMU is running, the probe reports that events cannot count a
+    /// guest, so that automatic driver selection (`auto`) uses the clock.
     #[test]
     fn host_with_mediated_neighbour_has_no_pmu_for_guests() {
         let probe = HostProbe::of_events(&mut MediatedHost(libc::EOPNOTSUPP), None, false);
@@ -476,8 +479,8 @@ mod tests {
         assert!(!other.mediated && other.slots() > 0, "{other:?}");
     }
 
-    /// The probe derives the availability of a software clock from the results for hardware events,
-    /// and agrees with an attempt to open one.
+    /// The probe derives from the results for hardware events whether a software clock can be
+    /// opened. The result agrees with an actual attempt.
     #[test]
     fn software_clock_is_reported_if_it_opens() {
         assert_eq!(HostProbe::run().software_clock, open_clock().is_ok());

@@ -13,8 +13,9 @@ use std::sync::{Arc, Mutex, PoisonError, Weak};
 
 use super::opener::HostTarget;
 
-/// Minimum period of `cpu-clock` and `task-clock`, in nanoseconds. Clock events that overflow on
-/// the same thread share this limit. With two events, each has twice this minimum.
+/// Minimum period of `cpu-clock` and `task-clock`, in nanoseconds. Several clock events that
+/// overflow on the same thread share the limit: with two events, the minimum period of each is
+/// twice this value.
 pub const MIN_CLOCK_PERIOD_NS: u64 = 100_000;
 
 /// Number of armed clock events for each thread or CPU.
@@ -22,7 +23,7 @@ pub const MIN_CLOCK_PERIOD_NS: u64 = 100_000;
 pub(super) struct ClockRates(Mutex<HashMap<HostTarget, Weak<AtomicU64>>>);
 
 impl ClockRates {
-    /// Registers a clock event that counts on `counted` and is not armed yet.
+    /// Registers a clock event that counts on `counted`. The event is not armed yet.
     pub(super) fn register(&self, counted: HostTarget) -> ClockRate {
         let mut all = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         let together = all.get(&counted).and_then(Weak::upgrade).unwrap_or_else(|| {
@@ -38,7 +39,7 @@ impl ClockRates {
     }
 }
 
-/// The armed state of a clock event. Empty for other types of events.
+/// Registration of a clock event, armed or not, for the limit. Empty for other types of events.
 #[derive(Debug, Default)]
 pub(super) struct ClockRate {
     together: Option<Arc<AtomicU64>>,
@@ -46,7 +47,7 @@ pub(super) struct ClockRate {
 }
 
 impl ClockRate {
-    /// Registers the event as armed.
+    /// Records that the event is armed.
     pub(super) fn begin(&mut self) {
         if let Some(together) = &self.together
             && !std::mem::replace(&mut self.rings, true)
@@ -55,7 +56,7 @@ impl ClockRate {
         }
     }
 
-    /// Registers the event as disarmed.
+    /// Records that the event is disarmed.
     pub(super) fn end(&mut self) {
         if let Some(together) = &self.together
             && std::mem::take(&mut self.rings)

@@ -13,7 +13,7 @@ use super::fd::{PerfFd, new_attr};
 use super::guest_ring::{HostRecord, HostRing};
 use crate::pmu::PmuError;
 
-/// A host perf event without a count that records the context switches of a thread.
+/// A host perf event that records the context switches of a thread in its ring and counts nothing.
 #[derive(Debug)]
 pub struct ThreadSwitches {
     fd: PerfFd,
@@ -46,19 +46,20 @@ impl AsFd for ThreadSwitches {
 /// Type of a context switch of a thread.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ThreadSwitchKind {
-    /// The thread continues.
+    /// The thread starts to run again.
     In,
-    /// The thread waits, for example for an interrupt while the guest is halted.
+    /// The thread stops running because it waits, for example for an interrupt while the guest is
+    /// halted.
     Blocked,
-    /// The host runs another thread although this thread is runnable. The time is stolen from the
-    /// guest.
+    /// The thread stops running because the host preempts it. The time until it runs again is
+    /// stolen from the guest.
     Preempted,
 }
 
 /// A context switch of a thread.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ThreadSwitch {
-    /// `CLOCK_MONOTONIC` time, in nanoseconds.
+    /// Time of the context switch on `CLOCK_MONOTONIC`, in nanoseconds.
     pub time_ns: u64,
     /// Type of the context switch.
     pub kind: ThreadSwitchKind,
@@ -93,8 +94,8 @@ mod tests {
     use crate::pmu::host::HostRingStats;
     use crate::pmu::host::fd::current_tid;
 
-    /// Each sleep of a thread is recorded as a switch that blocks, followed by a switch that
-    /// continues.
+    /// Each sleep of a thread is recorded as a [`ThreadSwitchKind::Blocked`] switch, followed by a
+    /// [`ThreadSwitchKind::In`] switch.
     #[test]
     fn sleeps_of_a_thread_are_switches_that_block() {
         const SLEEPS: usize = 5;

@@ -13,8 +13,8 @@ use super::fd::{PerfFd, new_attr};
 /// A tracepoint on one thread.
 ///
 /// Each `PERF_RECORD_SAMPLE` contains the time (8 bytes, `CLOCK_MONOTONIC` in nanoseconds), the
-/// length of the rest (4 bytes), and the tracepoint's fields as described by its `format` file. The
-/// first field, `common_type` (2 bytes), is the tracepoint's ID.
+/// length of the remaining data (4 bytes), and the tracepoint's fields as described by its `format`
+/// file. The first field, `common_type` (2 bytes), is the tracepoint's ID.
 #[derive(Debug)]
 pub struct Tracepoint {
     fd: PerfFd,
@@ -40,7 +40,7 @@ impl Tracepoint {
     }
 
     /// Redirects the records of this tracepoint to the mapped ring of `other`, a tracepoint on the
-    /// same thread. The ring then contains the records of both in chronological order.
+    /// same thread. The ring then contains the records of both tracepoints in chronological order.
     ///
     /// # Errors
     /// Returns the error of `ioctl(2)`.
@@ -69,7 +69,8 @@ mod tests {
     use crate::pmu::host::fd::current_tid;
     use crate::ring::RingReader;
 
-    /// Enter and exit of `getppid` on a thread are recorded in that order in one ring.
+    /// If two tracepoints share a ring, the records of entering and leaving `getppid` appear in
+    /// this order.
     #[test]
     fn two_tracepoints_write_to_one_ring_in_their_order() {
         let id = |name: &str| {
