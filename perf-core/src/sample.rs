@@ -1,51 +1,52 @@
-//! Sampling arithmetic: periods, frequencies, throttling and event limits.
+//! Sampling arithmetic: periods, frequencies, throttling and overflow limits.
 
 use crate::attr::Attr;
 
 const NS_PER_S: u64 = 1_000_000_000;
-/// Maximum period, so that distances between counts fit a signed word.
+/// Maximum sampling period. Differences between counts then fit a signed 64-bit integer.
 const PERIOD_MAX: u64 = u64::MAX >> 1;
 
-/// An overflow report for the VMM, sent when an event with a cookie reaches its armed overflow
-/// point.
+/// A report that an event with a cookie has overflowed, which the VMM receives when it services
+/// overflows.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct OverflowReport {
-    /// Cookie that the event was opened with.
+    /// Cookie with which the event was opened ([`crate::OpenFlags::cookie`]).
     pub cookie: u64,
-    /// Number of overflows since the last report, at least 1.
+    /// Number of overflows of the event since the last report, at least 1.
     pub times: u32,
 }
 
-/// Result of [`Sampling::count_down`].
+/// Result of [`Sampling::count_down`]: number of overflows that the limit allowed, and whether the
+/// limit is now exhausted.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct LimitCount {
     pub counted: u32,
     pub last: bool,
 }
 
-/// Current time, as clock time and as number of ticks of the context.
+/// The current time: clock time in nanoseconds, and number of ticks of the context.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct TickTime {
     pub ns: u64,
     pub tick: u64,
 }
 
-/// Overflow rate of an event.
+/// Sampling rate of an event: its current period and its target frequency.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct SamplingRate {
     /// Number of counts between two overflows.
     pub period: u64,
-    /// Target number of overflows per second, or 0 for a fixed period.
+    /// Target number of overflows per second, or 0 for an event with a fixed period.
     pub freq: u64,
 }
 
-/// Sampling state of an event.
+/// Sampling state of an event: periods, pending overflows, throttling and overflow limit.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Sampling {
-    /// Current period. 0 for a counting event, which can still be armed once with
-    /// [`Sampling::set_left`].
+    /// Current number of counts between two overflows. 0 for a counting event, which can still be
+    /// armed once with [`Sampling::set_left`].
     pub period: u64,
-    /// Target number of overflows per second, or 0 for a fixed period.
+    /// Target number of overflows per second, or 0 for an event with a fixed period.
     pub freq: u64,
     /// `true` if the event counts nanoseconds. Its frequency then determines a fixed period.
     is_clock: bool,
@@ -56,31 +57,32 @@ pub(crate) struct Sampling {
     next_at: u64,
     /// Count at which the most recent overflow was due.
     due: u64,
-    /// Count up to which counts have been attributed to samples.
+    /// Count up to which all counts are included in the periods of samples.
     covered: u64,
-    /// Number of overflows that have not been serviced yet.
+    /// Number of overflows of the event that have not been serviced yet.
     pub pending: u32,
-    /// Number of interrupts since `window_ns`, used for throttling. Overflows that are noticed
-    /// together count as one interrupt.
+    /// Number of interrupts of the event since `window_ns`, for throttling. Overflows that are
+    /// noticed together count as one interrupt.
     interrupts: u64,
-    /// Start of the interval that `interrupts` covers. The interval starts with the first interrupt
-    /// after a tick. Without ticks, it lasts at most one tick length.
+    /// Clock time at which the interval starts that `interrupts` covers. An interval starts with
+    /// the first interrupt after a tick. If no ticks arrive, an interval lasts for one tick length.
     window_ns: u64,
-    /// Tick number at `window_ns`.
+    /// Number of the context's tick at `window_ns`.
     window_tick: u64,
-    /// `true` if overflows are suppressed until the next tick.
+    /// `true` if the event is throttled: its overflows are suppressed until the next tick.
     pub throttled: bool,
-    /// Number of overflows until the event disables itself, or 0 for no limit.
+    /// Number of further overflows until the event disables itself, or 0 for no limit.
     pub limit: u64,
     /// `overflow_ns`: clock time of the last overflow that was accounted for. `overflow_at`: count
     /// at which that overflow was due.
     overflow_ns: u64,
     overflow_at: u64,
-    /// `measured_ns` and `measured_at`: time running and count at the last measurement of the rate.
+    /// `measured_ns` and `measured_at`: time running in nanoseconds and count at the last
+    /// measurement of the event's rate.
     measured_ns: u64,
     measured_at: u64,
-    /// `true` if an explicit overflow point was set. The event then overflows even if `period` is
-    /// 0.
+    /// `true` if an overflow point was set with [`Sampling::set_left`]. The event then overflows
+    /// even if `period` is 0.
     armed: bool,
 }
 
@@ -103,7 +105,7 @@ impl Sampling {
         }
     }
 
-    /// Adopts the current period and frequency of the parent event (`family`), for a child that has
+    /// Copies the current period and frequency of the parent event (`family`) to a child that has
     /// not counted yet.
     pub fn inherit_rate(&mut self, family: SamplingRate) {
         self.freq = family.freq;
@@ -113,7 +115,7 @@ impl Sampling {
         }
     }
 
-    /// Returns the current period and frequency.
+    /// Returns the current period and target frequency of the event.
     pub fn rate(&self) -> SamplingRate {
         SamplingRate {
             period: self.period,
@@ -126,24 +128,25 @@ impl Sampling {
         self.freq != 0 && !self.is_clock
     }
 
-    /// Returns `true` if the event can overflow.
+    /// Returns `true` if the event can overflow, because it has a period or an overflow point was
+    /// set.
     pub fn is_on(&self) -> bool {
         self.period != 0 || self.armed
     }
 
-    /// Returns the number of counts until the next overflow, with which the driver is armed when
-    /// the event is scheduled in.
+    /// Returns the number of counts until the next overflow, or `None` if the event cannot
+    /// overflow. The driver event is started with this number.
     pub fn overflow_in(&self) -> Option<u64> {
         (self.is_on() && !self.throttled).then_some(self.left.max(1))
     }
 
-    /// Resumes the current sampling period at driver count `raw` when the event is scheduled in.
+    /// Continues the current sampling period when the driver event starts at driver count `raw`.
     pub fn arm_at(&mut self, raw: u64) {
         self.next_at = raw.wrapping_add(self.left.max(1));
     }
 
-    /// Suspends the current sampling period at driver count `raw` when the event is scheduled out
-    /// or its overflow is disarmed. Elapsed periods become pending overflows.
+    /// Suspends the current sampling period at driver count `raw`, when the driver event stops or
+    /// is disarmed. Periods that have elapsed become pending overflows.
     pub fn disarm_at(&mut self, raw: u64) {
         if !self.throttled {
             self.pending = self.pending.saturating_add(self.passed(raw));
@@ -172,33 +175,32 @@ impl Sampling {
         u32::try_from(more + 1).unwrap_or(u32::MAX)
     }
 
-    /// Returns `true` if [`Sampling::passed`] would find an overflow point at or below `raw`.
+    /// Returns `true` if the next overflow point is at or below driver count `raw`.
     pub fn is_due(&self, raw: u64) -> bool {
         self.is_on() && raw.wrapping_sub(self.next_at).cast_signed() >= 0
     }
 
-    /// Delays the next overflow by `n` counts, for counts that cannot be sampled.
+    /// Delays the next overflow by `n` counts that cannot be sampled.
     pub fn skip(&mut self, n: u64) {
         self.next_at = self.next_at.wrapping_add(n);
     }
 
-    /// Accounts for the overflow `back` periods before the most recent one and returns the number
-    /// of counts that its sample represents.
+    /// Accounts for one overflow, `back` counts before the most recent overflow point. Returns the
+    /// period of its sample.
     ///
-    /// This number covers all counts since the last overflow that was accounted for, so the periods
-    /// of all samples add up to the count even if the period has changed.
+    /// The period covers all counts since the overflow that was accounted for previously, so the
+    /// periods of all samples add up to the count even if the period has changed.
     pub fn account(&mut self, back: u64) -> u64 {
         let at = self.due.wrapping_sub(back);
         at.wrapping_sub(std::mem::replace(&mut self.covered, at))
     }
 
-    /// Returns the number of counts from `raw` to the next overflow.
+    /// Returns the number of counts from driver count `raw` to the next overflow.
     pub fn remaining(&self, raw: u64) -> u64 {
         self.next_at.wrapping_sub(raw).max(1)
     }
 
-    /// Sets the next overflow to `overflow_in` counts from now, with `raw` as the current driver
-    /// count.
+    /// Sets the next overflow point to `overflow_in` counts after the current driver count `raw`.
     pub fn set_left(&mut self, overflow_in: u64, raw: u64) {
         self.armed = true;
         self.left = overflow_in;
@@ -219,8 +221,8 @@ impl Sampling {
         }
     }
 
-    /// Accounts for one interrupt. Returns `true` if the event must be throttled because it
-    /// exceeded the number of interrupts that are allowed in one tick interval.
+    /// Accounts for one interrupt of the event. Returns `true` if the event must be throttled
+    /// because it exceeded the maximum number of interrupts per tick interval.
     ///
     /// The interval is measured with the clock, because the VMM may deliver ticks late or not at
     /// all.
@@ -238,7 +240,7 @@ impl Sampling {
         self.interrupts.saturating_mul(tick_hz) > sample_rate_hz
     }
 
-    /// Counts `times` overflows against the event's overflow limit. Returns the number of overflows
+    /// Subtracts `times` overflows from the event's overflow limit. Returns the number of overflows
     /// that the limit allowed, and whether the limit is now exhausted.
     pub fn count_down(&mut self, times: u32) -> LimitCount {
         if self.limit == 0 {
@@ -259,8 +261,8 @@ impl Sampling {
     ///
     /// If the frequency is at least one overflow per tick, the counts since the last overflow
     /// determine the period, provided that this overflow occurred less than a tick ago. At lower
-    /// frequencies, such a short interval says little about the mean rate. A burst then at most
-    /// doubles the period with each overflow, and the counts in at least a quarter of the target
+    /// frequencies, an interval of less than a tick says little about the mean rate. Each overflow
+    /// then at most doubles the period, and only the counts in at least a quarter of the target
     /// interval determine the period.
     pub fn note_overflow(&mut self, now_ns: u64, running_ns: u64, tick_ns: u64) {
         if !self.adapts() {
@@ -284,13 +286,13 @@ impl Sampling {
         }
     }
 
-    /// Returns `true` if a frequency-based event has run for the target interval and for `min_ns`
-    /// without an adjustment of its period, so that it must be read to adjust the period.
+    /// Returns `true` if the event must be read to adjust its period to the target frequency: it
+    /// has run for the target interval, and for at least `min_ns`, since the last adjustment.
     pub fn needs_measurement(&self, running_ns: u64, min_ns: u64) -> bool {
         self.adapts() && self.unmeasured_ns(running_ns) >= period_of_ns(self.freq).max(min_ns)
     }
 
-    /// Returns the time running since the last measurement of the rate.
+    /// Returns the time running since the last measurement of the event's rate, in nanoseconds.
     fn unmeasured_ns(&self, running_ns: u64) -> u64 {
         // `abs_diff`, because the time running of an event may decrease when contexts are
         // exchanged.
@@ -299,7 +301,7 @@ impl Sampling {
 
     /// Adjusts the period of a frequency-based event from the counts since the last measurement and
     /// the time running in which they occurred. Returns `true` if the new period is so much shorter
-    /// than the current one that the event would stall until the next overflow.
+    /// than the current one that the caller must start a new period.
     ///
     /// Counts are measured rather than overflows, because the overflows since the last measurement
     /// may have had different periods. An event that counted nothing keeps its period, and its next
@@ -319,8 +321,8 @@ impl Sampling {
         !self.is_due(raw) && self.remaining(raw) > self.period.saturating_mul(8)
     }
 
-    /// Starts a new period at `raw`. The next overflow also accounts for the counts of the
-    /// unfinished period.
+    /// Starts a new period at driver count `raw`. The period of the next sample includes the counts
+    /// of the unfinished period.
     pub fn restart(&mut self, raw: u64) {
         self.left = self.period;
         self.next_at = raw.wrapping_add(self.period);
@@ -332,16 +334,17 @@ fn period_of_ns(hz: u64) -> u64 {
     NS_PER_S.checked_div(hz).map_or(0, |ns| ns.max(1))
 }
 
-/// Returns the period at which an event that counted `counted` in `since_ns` nanoseconds has
-/// frequency `freq`.
+/// Returns the period at which an event with `counted` counts in `since_ns` nanoseconds overflows
+/// `freq` times per second.
 fn ideal_period(counted: u64, since_ns: u64, freq: u64) -> u64 {
     let interval = u128::from(since_ns) * u128::from(freq);
     let ideal = (u128::from(counted) * u128::from(NS_PER_S)).checked_div(interval);
     u64::try_from(ideal.unwrap_or_default()).unwrap_or(u64::MAX)
 }
 
-/// Returns the next period of an event with period `period` whose ideal period is `ideal`. Moves an
-/// eighth of the way, which limits the effect of a single outlier.
+/// Returns the next period of an event with period `period` whose ideal period is `ideal`. The
+/// period moves an eighth of the way towards the ideal one, which limits the effect of a single
+/// outlier.
 ///
 /// Rounding favors longer periods: an increase of 1 is applied immediately, and a period of up to
 /// 14 above the ideal stays unchanged.
@@ -410,8 +413,8 @@ mod tests {
         Sampling::new(&Attr::sampling(EventType::SIM, 1, hz).with_freq())
     }
 
-    /// A tick reads only those events whose periods no recent overflow has adjusted, because the
-    /// read of a host event interrupts its guest.
+    /// A tick does not read an event whose period was adjusted at a recent overflow, because the
+    /// read of a host event interrupts the guest.
     #[test]
     fn ticks_read_only_events_without_recent_overflow() {
         let tick_ns = 4_000_000;

@@ -1,24 +1,24 @@
 //! Clocks and event times.
 //!
-//! Each event has a *time enabled* and a *time running*, in nanoseconds of its context time. Their
-//! ratio is the fraction of the enabled time that the event was on the PMU, so `count × enabled /
-//! running` estimates the count of an event that was always on the PMU. `running == 0` means that
+//! Each event has a *time enabled* and a *time running*, in nanoseconds of its context time. The
+//! event was on the PMU for the fraction running / enabled of its time enabled, so `count × enabled
+//! / running` estimates the count of an event that was always on the PMU. `running == 0` means that
 //! the event was not counted at all.
 //!
-//! Both times are computed from a few timestamps that change only when the event changes state. No
-//! periodic update is needed: an event that waits for a counter costs nothing.
+//! The times are computed from a few timestamps, which change only when the event changes state. An
+//! event that waits for a counter therefore needs no periodic updates.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Instant;
 
-/// A monotonic clock in nanoseconds. The core takes it as a parameter, so that tests can control
-/// scheduling and times exactly.
+/// A monotonic clock in nanoseconds. The core gets its clock from the configuration, so that tests
+/// can control scheduling and times exactly.
 pub trait Clock: Send + Sync {
     /// Returns the nanoseconds since a fixed instant. Never decreases, on any thread.
     fn now_ns(&self) -> u64;
 }
 
-/// The monotonic clock of the host.
+/// The monotonic clock of the host, relative to the creation of the [`MonotonicClock`].
 #[derive(Debug)]
 pub struct MonotonicClock {
     origin: Instant,
@@ -48,7 +48,7 @@ impl Clock for MonotonicClock {
     }
 }
 
-/// A clock that only [`ManualClock::advance`] moves, for tests.
+/// A clock for tests, whose time advances only through [`ManualClock::advance`].
 #[derive(Debug, Default)]
 pub struct ManualClock {
     now_ns: AtomicU64,
@@ -76,9 +76,9 @@ impl Clock for ManualClock {
 /// Time enabled and time running of an event, in nanoseconds.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct TimeTotals {
-    /// Time that the event was enabled while its context was scheduled in.
+    /// Time for which the event was enabled while its context was scheduled in, in nanoseconds.
     pub enabled_ns: u64,
-    /// Time that the event was on the PMU.
+    /// Time for which the event was on the PMU, in nanoseconds.
     pub running_ns: u64,
 }
 

@@ -96,31 +96,32 @@ pub enum StatUnit {
 /// The description of one KVM statistic.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct StatDescriptor {
-    /// Name that KVM gives the statistic.
+    /// Name of the statistic in KVM.
     pub name: String,
     /// Type of the statistic.
     pub kind: StatKind,
-    /// Unit of the value.
+    /// Unit of the statistic's values.
     pub unit: StatUnit,
-    /// Base of the exponent, 10 or 2.
+    /// Base of the unit's exponent, 10 or 2.
     pub base: u8,
-    /// Exponent. The value multiplied by `base` to this power is in `unit`s.
+    /// Exponent of the unit: a value times `base` to the power of `exponent` is in units of `unit`.
     pub exponent: i16,
-    /// Number of `u64` values.
+    /// Number of `u64` values of the statistic.
     pub values: u16,
-    /// Offset of the first value in the file.
+    /// Offset of the first value in the statistics file, in bytes.
     offset: u64,
 }
 
 impl StatDescriptor {
-    /// Returns `true` if the statistic can be an event, that is, a single cumulative value.
+    /// Returns `true` if an event can count the statistic, that is, if it is a single cumulative
+    /// value.
     #[must_use]
     pub fn countable(&self) -> bool {
         self.kind == StatKind::Cumulative && self.values == 1
     }
 }
 
-/// An open statistics file descriptor and its parsed descriptor table.
+/// An open statistics file of KVM, with its parsed descriptors.
 #[derive(Debug)]
 pub struct StatsFile {
     file: File,
@@ -128,7 +129,8 @@ pub struct StatsFile {
 }
 
 impl StatsFile {
-    /// Takes ownership of a file descriptor returned by `KVM_GET_STATS_FD` and parses its table.
+    /// Takes ownership of a file descriptor that `KVM_GET_STATS_FD` returned, and parses the
+    /// descriptors.
     ///
     /// # Errors
     /// Returns [`StatsError::Read`] if the file cannot be read and [`StatsError::Malformed`] if its
@@ -139,16 +141,16 @@ impl StatsFile {
         Ok(Self { file, table })
     }
 
-    /// Returns all descriptors, in KVM's order.
+    /// Returns the descriptors of all statistics, in KVM's order.
     #[must_use]
     pub fn descriptors(&self) -> &[StatDescriptor] {
         &self.table
     }
 
-    /// Reads the first value of the statistic at `index`.
+    /// Reads the first value of the statistic with index `index`.
     ///
     /// # Errors
-    /// Returns a [`StatsError`] if `index` does not exist or the value cannot be read.
+    /// Returns a [`StatsError`] if there is no such statistic or the value cannot be read.
     pub fn value(&self, index: usize) -> Result<u64, StatsError> {
         let desc = self
             .table
@@ -233,14 +235,14 @@ fn u32_at(bytes: &[u8], at: usize) -> u32 {
     u32::from_ne_bytes([bytes[at], bytes[at + 1], bytes[at + 2], bytes[at + 3]])
 }
 
-/// A statistic that can be opened as an event.
+/// A KVM statistic that can be opened as an event.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct KvmEvent {
     /// Event name: `NAME` for a vCPU statistic, `vm:NAME` for a VM statistic.
     pub name: String,
-    /// Value of the event's `config`.
+    /// Value of `config` for the event.
     pub config: u64,
-    /// Description of the statistic.
+    /// Description of the statistic that the event counts.
     pub descriptor: StatDescriptor,
 }
 
@@ -254,7 +256,8 @@ pub struct KvmPmu {
 }
 
 impl KvmPmu {
-    /// Creates a driver with the VM's statistics, or `None` if the host does not provide them.
+    /// Creates a driver. `vm` contains the statistics of the VM, or `None` if the host does not
+    /// provide statistics.
     #[must_use]
     pub fn new(vm: Option<StatsFile>) -> Self {
         Self {
@@ -263,18 +266,19 @@ impl KvmPmu {
         }
     }
 
-    /// Adds the statistics of `vcpu`.
+    /// Registers `stats` as the statistics of `vcpu`.
     pub fn add_vcpu(&self, vcpu: VcpuId, stats: StatsFile) {
         lock(&self.vcpus).insert(vcpu, Arc::new(stats));
     }
 
-    /// Removes `vcpu`. Its open events remain usable, and sums over all vCPUs keep its last value.
+    /// Unregisters the statistics of `vcpu`. Open events of the vCPU remain usable, and sums over
+    /// all vCPUs still include its last value.
     pub fn remove_vcpu(&self, vcpu: VcpuId) {
         lock(&self.vcpus).remove(&vcpu);
     }
 
-    /// Returns the `config` of the event `name`, which is a VM statistic if `name` begins with
-    /// `vm:` and a vCPU statistic otherwise.
+    /// Returns the `config` of the event `name`, or `None` if there is no such event. A name that
+    /// begins with `vm:` selects a VM statistic, any other name a vCPU statistic.
     #[must_use]
     pub fn config(&self, name: &str) -> Option<u64> {
         match name.strip_prefix("vm:") {
@@ -283,7 +287,7 @@ impl KvmPmu {
         }
     }
 
-    /// Returns all events, with vCPU statistics first.
+    /// Returns all events of this driver, vCPU statistics first.
     #[must_use]
     pub fn events(&self) -> Vec<KvmEvent> {
         let vcpu = lock(&self.vcpus).values().next().cloned();
@@ -397,9 +401,9 @@ fn check(stats: &StatsFile, index: usize) -> Result<(), PmuError> {
 struct VcpuSum {
     vcpus: VcpuStatsFiles,
     index: usize,
-    /// Latest value of each vCPU, kept for vCPUs that are removed.
+    /// Last value that was read from each vCPU. Kept when the vCPU is removed.
     seen: BTreeMap<VcpuId, (Arc<StatsFile>, u64)>,
-    /// Sum of the values of vCPUs whose IDs were reused.
+    /// Sum of the last values of removed vCPUs whose IDs were reused by new vCPUs.
     replaced: u64,
 }
 
@@ -455,7 +459,7 @@ impl StatSource {
     }
 }
 
-/// One statistic, counted while the event is started.
+/// An event that counts the increase of one statistic while the event is started.
 #[derive(Debug)]
 struct StatEvent {
     source: StatSource,
@@ -570,7 +574,8 @@ mod tests {
     }
 
     proptest! {
-        /// The parser does not panic, loop or exceed its allocation bounds on arbitrary bytes.
+        /// On arbitrary bytes, the parser does not panic, loop endlessly or exceed its allocation
+        /// bounds.
         #[test]
         fn parser_accepts_or_rejects_arbitrary_bytes(bytes in prop::collection::vec(any::<u8>(), 0..300)) {
             if let Ok(table) = parse(from_bytes(&bytes)) {
@@ -578,8 +583,8 @@ mod tests {
             }
         }
 
-        /// The parser does not panic, loop or exceed its allocation bounds on arbitrary descriptors
-        /// after a plausible header.
+        /// On arbitrary descriptors after a plausible header, the parser does not panic, loop
+        /// endlessly or exceed its allocation bounds.
         #[test]
         fn parser_accepts_or_rejects_arbitrary_descriptors(tail in prop::collection::vec(any::<u8>(), 0..300), n in 0u32..12) {
             let bytes = [header(16, n, 24, 500), tail].concat();

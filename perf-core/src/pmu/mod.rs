@@ -29,21 +29,21 @@ use crate::attr::{Attr, EventType};
 
 pub use counters::CounterMask;
 
-/// Index of a vCPU in its VM, from 0.
+/// Number of a vCPU in its VM, starting at 0.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct VcpuId(pub u32);
 
-/// The scope in which an event counts.
+/// The vCPU, VM or host CPU whose events a driver event counts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum PmuTarget {
     /// One vCPU.
     Vcpu {
-        /// Index of the vCPU.
+        /// Number of the vCPU.
         vcpu: VcpuId,
-        /// Host thread ID of the vCPU thread, or 0 in simulations.
+        /// Thread ID of the vCPU on the host, or 0 in simulations.
         tid: i32,
     },
-    /// The VM as a whole.
+    /// The VM as a whole, for a driver that counts it directly.
     Vm,
     /// One CPU of the host, including all code that runs on it.
     Cpu {
@@ -55,10 +55,10 @@ pub enum PmuTarget {
 /// The number of events of a driver that can be active simultaneously.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum PmuCapacity {
-    /// Capacity of a software driver, which supports any number of events and uses no slots.
+    /// No limit: a software driver, which uses no slots.
     Unlimited,
-    /// Capacity of a hardware driver: each vCPU thread has these counters, each of which holds one
-    /// event at a time. [`Pmu::constraint`] restricts an event to some of them.
+    /// The counters that each vCPU's thread has, each for one event at a time: a hardware driver.
+    /// [`Pmu::constraint`] restricts an event to some of them.
     Counters(CounterMask),
 }
 
@@ -70,8 +70,8 @@ impl PmuCapacity {
     }
 }
 
-/// Reason why no event can count a guest while a VM with a mediated vPMU exists, and the remedy.
-/// The kernel rejects such events with `EOPNOTSUPP` (`mediated_pmu_account_event`, Linux 7.0).
+/// Error text for an event that counts a guest while the host runs a VM with a mediated vPMU. The
+/// kernel rejects such events with `EOPNOTSUPP` (`mediated_pmu_account_event`, Linux 7.0).
 pub const MEDIATED_NEIGHBOUR: &str = "a VM with KVM's mediated vPMU holds the host's PMU; end that VM, or load \
     kvm_intel or kvm_amd with enable_mediated_pmu=0";
 
@@ -81,28 +81,28 @@ pub enum PmuError {
     /// The driver has no such event (`ENOENT`).
     #[error("event not found in the driver")]
     NoSuchEvent,
-    /// The driver can never count the event in this combination (`EINVAL`).
+    /// The driver can never count an event with this combination of attributes (`EINVAL`).
     #[error("unsupported combination: {0}")]
     Unsupported(&'static str),
-    /// No counter is available at present (`EAGAIN`).
+    /// No counter is available for the event at present (`EAGAIN`).
     #[error("no counter is available")]
     Busy,
-    /// The host reserves the PMU for mediated guests (`EOPNOTSUPP` or `EBUSY`).
+    /// The host reserves its PMU for guests with a mediated vPMU (`EOPNOTSUPP` or `EBUSY`).
     #[error("{}", MEDIATED_NEIGHBOUR)]
     Mediated(#[source] std::io::Error),
     /// A system call failed.
     #[error("{what} failed")]
     Os {
-        /// Name of the system call.
+        /// Name of the system call that failed.
         what: &'static str,
-        /// Error of the system call.
+        /// Error that the system call returned.
         #[source]
         source: std::io::Error,
     },
 }
 
 impl PmuError {
-    /// Returns the error number that corresponds to the error.
+    /// Returns the error number of `perf_event_open(2)` that corresponds to this error.
     #[must_use]
     pub fn errno(&self) -> i32 {
         match self {
@@ -114,7 +114,7 @@ impl PmuError {
     }
 }
 
-/// A driver, which is a source of counts.
+/// A driver, which opens events and supplies their counts.
 pub trait Pmu: Send + Sync + Debug {
     /// Returns the short name of the driver, such as `host`, `clock`, `kvm` or `sim`.
     fn name(&self) -> &'static str;
@@ -125,7 +125,7 @@ pub trait Pmu: Send + Sync + Debug {
     /// Returns the number of events per vCPU that can be active simultaneously.
     fn capacity(&self) -> PmuCapacity;
 
-    /// Returns the counters that can hold `attr`, by default all of them.
+    /// Returns the counters that can hold an event with attributes `attr`, by default all counters.
     ///
     /// Called once per event, at open.
     fn constraint(&self, attr: &Attr) -> CounterMask {
@@ -133,18 +133,18 @@ pub trait Pmu: Send + Sync + Debug {
         CounterMask::ALL
     }
 
-    /// Validates `attr` and opens the driver's part of an event in the stopped state.
+    /// Opens a driver event with attributes `attr` in the stopped state.
     ///
     /// # Errors
     /// Returns a [`PmuError`] if this driver cannot count the event.
     fn open(&self, attr: &Attr, target: PmuTarget) -> Result<Box<dyn PmuEvent>, PmuError>;
 
-    /// Opens an event that will be active only together with another event, the group leader.
+    /// Opens a driver event that is active only together with another event, the group leader.
     /// `group` is the handle that [`PmuEvent::group`] of the leader returned. The leader may belong
     /// to another driver.
     ///
-    /// A driver with native groups on the host saves system calls and starts all members at the
-    /// same time. The default implementation calls [`Pmu::open`].
+    /// A driver that implements this method with groups of the host kernel saves system calls and
+    /// starts all members at the same time. The default implementation calls [`Pmu::open`].
     ///
     /// # Errors
     /// Returns the same errors as [`Pmu::open`].
@@ -159,43 +159,42 @@ pub trait Pmu: Send + Sync + Debug {
     }
 }
 
-/// Driver-specific handle of a group leader, with which other members are opened.
+/// Handle of a group leader with which a driver opens the other members of the group.
 pub type PmuGroup = Arc<dyn Any + Send + Sync>;
 
-/// The driver's part of one event.
+/// A driver event: the part of an event that the driver implements.
 ///
 /// All calls are made under the lock of the event's context, from the vCPU's own thread on the hot
 /// path and otherwise from any thread. The leader of a group is started last and stopped first.
 pub trait PmuEvent: Send {
-    /// Starts counting. `overflow_in` arms an overflow after that many further counts; `None` arms
-    /// nothing.
+    /// Starts counting. With `overflow_in`, also arms the event to overflow after that many further
+    /// counts.
     ///
     /// # Errors
     /// Returns [`PmuError::Busy`] if no counter is available at present; the event stays stopped.
     fn start(&mut self, overflow_in: Option<u64>) -> Result<(), PmuError>;
 
-    /// Stops counting and keeps the count.
+    /// Stops counting. The count does not change.
     fn stop(&mut self);
 
-    /// Returns the handle with which [`Pmu::open_in_group`] opens events that will be active only
-    /// together with this event.
+    /// Returns the handle of this event as a group leader, for [`Pmu::open_in_group`].
     ///
-    /// Returns `None` if the driver has no native groups.
+    /// Returns `None` if the driver does not use groups of the host kernel.
     fn group(&mut self) -> Option<PmuGroup> {
         None
     }
 
-    /// Detaches the stopped event from the group in which it was opened. It is started and stopped
-    /// on its own afterwards.
+    /// Detaches the stopped event from the group in which it was opened. Afterwards the event is
+    /// started and stopped alone.
     fn leave_group(&mut self) {}
 
-    /// Returns the counts collected while started, since [`Pmu::open`].
+    /// Returns the number of counts since [`Pmu::open`] while the event was started.
     ///
     /// Never decreases or resets. On the vCPU's own thread this takes at most one system call.
     fn read(&mut self) -> u64;
 
-    /// Checks whether a started event still has its counter on the host. [`PmuEvent::lost_ns`]
-    /// returns the result.
+    /// Checks whether a started event still holds its hardware counter. [`PmuEvent::lost_ns`]
+    /// returns the result of the check.
     ///
     /// Takes at most one system call, and none in drivers with counters that cannot be taken away.
     fn check_counter(&mut self) {}
@@ -203,7 +202,7 @@ pub trait PmuEvent: Send {
     /// Returns how long ago, in nanoseconds, the host took the counter of a started event away, or
     /// `None` while the event counts.
     ///
-    /// The result reflects the last call of [`PmuEvent::check_counter`] or [`PmuEvent::read`]. If
+    /// The result is that of the last call of [`PmuEvent::check_counter`] or [`PmuEvent::read`]. If
     /// the exact moment of the loss is unknown, the result is the longest time that may have passed
     /// since then. The count does not advance after the loss until the event is stopped and started
     /// again. Takes no system call.
@@ -218,26 +217,27 @@ pub trait PmuEvent: Send {
     /// before.
     fn arm(&mut self, overflow_in: u64) -> Result<(), PmuError>;
 
-    /// Returns the number of armed overflows that were signaled since the last call.
+    /// Returns the number of overflows since the last call.
     ///
     /// A driver that cannot determine this number returns 1 if `read()` has reached the armed
-    /// count. If the signal was early, such a driver returns 0 and re-arms for the remaining counts
-    /// itself.
+    /// count. If the signal was early, such a driver returns 0 and arms the event for the remaining
+    /// counts itself.
     fn take_overflows(&mut self) -> u32;
 
-    /// Discards armed overflows that were not reported, because the event is about to be re-armed
-    /// or was stopped.
+    /// Discards overflows that [`PmuEvent::take_overflows`] has not returned yet. The core calls
+    /// this method after it stops the event and before it re-arms the event.
     ///
-    /// Does nothing in a driver whose [`PmuEvent::rearm`] and [`PmuEvent::stop`] discard them.
+    /// Has no effect in a driver whose [`PmuEvent::rearm`] and [`PmuEvent::stop`] discard these
+    /// overflows.
     fn forget_overflows(&mut self) {
         let _ = self.take_overflows();
     }
 
-    /// Combines [`PmuEvent::take_overflows`] and [`PmuEvent::read`]. Returns the count at which an
-    /// armed overflow was noticed, or `None` if there was no overflow.
+    /// Combines [`PmuEvent::take_overflows`] and [`PmuEvent::read`]. Returns the count if the event
+    /// has overflowed, otherwise `None`.
     ///
-    /// This is the hot path. A driver that receives the count together with the overflow needs no
-    /// system call.
+    /// The core calls this method on its hot path. A driver that receives the count together with
+    /// the overflow needs no system call.
     fn overflowed(&mut self) -> Option<u64> {
         (self.take_overflows() > 0).then(|| self.read())
     }
@@ -245,7 +245,7 @@ pub trait PmuEvent: Send {
     /// Arms a started event to overflow `overflow_in` counts after `count`, which is the count that
     /// the driver just returned.
     ///
-    /// If the host re-arms the event periodically by itself, the driver does nothing while
+    /// If the host re-arms the event periodically, the driver need not do anything while
     /// `overflow_in` stays the same.
     ///
     /// # Errors
@@ -255,8 +255,8 @@ pub trait PmuEvent: Send {
         self.arm(overflow_in)
     }
 
-    /// Returns the total of a package count (one count for the whole VM), which *replaces* the
-    /// count of the event and of its children in every reading.
+    /// Returns the total of a package count (one count for the whole VM). In every reading, this
+    /// total *replaces* the counts of the event and of its children.
     ///
     /// Returns `None` for ordinary events.
     fn count(&mut self) -> Option<u64> {
@@ -264,7 +264,7 @@ pub trait PmuEvent: Send {
     }
 
     /// Returns the age of the value of [`PmuEvent::count`], in nanoseconds, or 0 if the value is
-    /// read on request.
+    /// read at each call.
     ///
     /// A driver that cannot access the package counter from every thread updates the total when a
     /// vCPU of the package is scheduled, and returns that value until the next update. The core
@@ -274,8 +274,8 @@ pub trait PmuEvent: Send {
         0
     }
 
-    /// Returns the index for user-space reads, as in the `index` field of the control page, or 0 if
-    /// user-space reads are not available.
+    /// Returns the value of the control page's `index` field for user-space reads of this event, or
+    /// 0 if such reads are not available.
     fn user_index(&self) -> u32 {
         0
     }

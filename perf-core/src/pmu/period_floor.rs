@@ -1,16 +1,16 @@
-//! Minimum period that a host kernel accepts for an event.
+//! The minimum period that a host kernel accepts for an event.
 //!
-//! Linux rejects some short periods with `EINVAL` (`x86_pmu_check_period`). The driver arms the
-//! shortest accepted period instead, so that the overflow is announced with a short delay.
+//! Linux rejects some short periods with `EINVAL` (`x86_pmu_check_period`). The driver programs the
+//! shortest accepted period instead, and the overflow is announced with a short delay.
 
 use std::io;
 
-/// Minimum periods of Linux, in ascending order: 2 for branch instructions, whose period 1 selects
-/// the branch trace store (`intel_pmu_check_period`), and 32 and 128 for events of Nehalem to
-/// Broadwell (`nhm_limit_period`, `hsw_limit_period`, `bdw_limit_period`).
+/// Minimum periods that Linux uses for some events, in ascending order: 2 for branch instructions,
+/// whose period 1 selects the branch trace store (`intel_pmu_check_period`), and 32 and 128 for
+/// events of Nehalem to Broadwell (`nhm_limit_period`, `hsw_limit_period`, `bdw_limit_period`).
 const MINIMUMS: [u64; 3] = [2, 32, 128];
 
-/// The minimum period of one event, as far as rejected periods have revealed it.
+/// The minimum period of one event, raised whenever the host rejects a period.
 #[derive(Debug)]
 pub(super) struct PeriodFloor {
     minimum: u64,
@@ -23,14 +23,15 @@ impl Default for PeriodFloor {
 }
 
 impl PeriodFloor {
-    /// Returns the period to program for a requested period of `asked`.
+    /// Returns the period to program for a requested period of `asked`: at least the known minimum
+    /// of the event.
     #[inline]
     pub(super) fn period_for(&self, asked: u64) -> u64 {
         asked.max(self.minimum)
     }
 
-    /// Calls `set` with the shortest period of at least `asked` that the host accepts, and returns
-    /// this period.
+    /// Calls `set` with the shortest period of at least `asked` that the host may accept, then with
+    /// longer ones until the host accepts one. Returns the accepted period.
     ///
     /// # Errors
     /// Returns the error of `set` if it is not `EINVAL`, or if all known minimum periods have been

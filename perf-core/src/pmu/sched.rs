@@ -3,10 +3,10 @@
 //! The host scheduler accounts for this time for each thread in `schedstat`, in nanoseconds (Linux,
 //! Documentation/scheduler/sched-stats.rst: time on a CPU, time waiting on a run queue, time
 //! slices). The only event has `config` 0. It has no guest privilege level and never overflows. The
-//! kernel adds a wait when it ends, so the current wait of a thread is not yet included.
+//! kernel adds each wait when the wait ends, so the current wait of a thread is not included.
 //!
-//! A vCPU's thread opens its own `schedstat` at start ([`RunQueueWaitTime::of_this_thread`]) and other
-//! threads share that file, because threads of a running VM may not open files.
+//! A vCPU's thread opens its own `schedstat` at start ([`RunQueueWaitTime::of_this_thread`]) and
+//! other threads share that file, because threads of a running VM may not open files.
 
 use std::cell::OnceCell;
 use std::collections::BTreeMap;
@@ -21,16 +21,16 @@ use crate::pmu::host::fd::current_tid as own_tid;
 use crate::pmu::spans::Spans;
 use crate::pmu::{Pmu, PmuCapacity, PmuError, PmuEvent, PmuTarget};
 
-/// `config` of the time spent waiting for a host CPU, in nanoseconds.
+/// Value of `config` for the time that the thread waits for a host CPU, in nanoseconds.
 pub const WAIT_NS: u64 = 0;
 
-/// Results of threads that opened their own files, by thread ID. An entry is removed when its
-/// thread ends.
+/// `schedstat` files that threads have opened for themselves, by thread ID. The entry of a thread
+/// is removed when the thread ends.
 static OPENED: Mutex<BTreeMap<i32, OpenResult>> = Mutex::new(BTreeMap::new());
 
 thread_local!(static OWN: OnceCell<ThreadFile> = const { OnceCell::new() });
 
-/// A file, or the error number of opening it.
+/// An open `schedstat` file, or the error number with which the open failed.
 type OpenResult = Result<Arc<File>, i32>;
 
 /// The thread-local owner of an [`OPENED`] entry.
@@ -50,7 +50,7 @@ fn open_results() -> MutexGuard<'static, BTreeMap<i32, OpenResult>> {
 }
 
 /// Returns the calling thread's ID from the link `/proc/thread-self`, or 0 if `/proc` is not
-/// mounted. With the host driver, a system call that confined threads may make is used instead.
+/// mounted. Only used in builds without the host driver.
 #[cfg(not(feature = "host"))]
 fn own_tid() -> i32 {
     let link = std::fs::read_link("/proc/thread-self").unwrap_or_default();
@@ -64,19 +64,19 @@ fn open(path: &str) -> OpenResult {
     opened.map_err(|e| e.raw_os_error().unwrap_or(libc::EIO))
 }
 
-/// The waiting time of one thread of this process.
+/// A reader of the time for which one thread of this process waits for a host CPU.
 #[derive(Debug)]
 pub struct RunQueueWaitTime {
     file: Arc<File>,
 }
 
 impl RunQueueWaitTime {
-    /// Creates a reader for thread `tid`. Uses the file that the thread has opened itself with
-    /// [`RunQueueWaitTime::of_this_thread`], if any.
+    /// Creates a reader for thread `tid`. Uses the file that the thread has opened with
+    /// [`RunQueueWaitTime::of_this_thread`], if there is one.
     ///
     /// # Errors
-    /// Returns the error of opening `schedstat`, which is "not found" if the host does not account
-    /// for this time.
+    /// Returns the error of opening `schedstat`, which is `ENOENT` if the host does not account for
+    /// waiting time.
     pub fn of_thread(tid: i32) -> io::Result<Self> {
         let opened = open_results().get(&tid).cloned();
         Self::on(opened.unwrap_or_else(|| open(&format!("/proc/self/task/{tid}/schedstat"))))
@@ -105,8 +105,8 @@ impl RunQueueWaitTime {
         })
     }
 
-    /// Returns the waiting time since the thread started, in nanoseconds, or `None` if the thread
-    /// has ended. Takes one `pread(2)`.
+    /// Returns the time for which the thread has waited for a CPU since it started, in nanoseconds,
+    /// or `None` if the thread has ended. Takes one `pread(2)`.
     #[must_use]
     pub fn read_ns(&self) -> Option<u64> {
         let mut text = [0u8; 80];
@@ -166,7 +166,7 @@ impl Pmu for RunQueueWaitPmu {
 
 const NO_OVERFLOW: PmuError = PmuError::Unsupported("waiting times do not overflow");
 
-/// Waiting time, counted while the event is started.
+/// An event that counts the waiting time of a thread while the event is started.
 #[derive(Debug)]
 struct WaitEvent {
     time: RunQueueWaitTime,
@@ -224,8 +224,7 @@ mod tests {
         }
     }
 
-    /// Only waiting time while the event is active is counted, and only that of the event's own
-    /// thread.
+    /// An event counts the waiting time of its own thread only, and only while the event is active.
     #[test]
     fn waits_count_while_the_event_is_on() {
         let mut event = RunQueueWaitPmu

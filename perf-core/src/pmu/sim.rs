@@ -1,12 +1,13 @@
 //! The `sim` driver: a simulated PMU that counts exactly as a test specifies.
 //!
-//! Time passes only in [`SimPmu::advance`]. The simulation covers the constraints of real PMUs: few
-//! slots, events that fit only some slots ([`SimConfig::allowed_slots`]), slots that another user
-//! holds (`taken`), skid between an overflow and its notification, failing opens and starts, and
-//! slots that are taken away from running events and returned. [`SimHost`] describes the counters
-//! of real PMUs.
+//! Counts advance only in [`SimPmu::advance`]. The simulation covers the constraints of real PMUs:
+//! few slots, events that fit only some slots ([`SimConfig::allowed_slots`]), slots that another
+//! user holds (`taken`), skid between an overflow and its notification, failing opens and starts,
+//! and slots that are taken away from running events and returned. [`SimHost`] describes the
+//! counters of real PMUs.
 //!
-//! An active event keeps its slot as long as newly started events fit without moving it.
+//! An active event keeps its slot unless a newly started event fits only if the active one moves to
+//! another slot.
 //!
 //! Clones of a [`SimPmu`] are handles to the same simulated PMU, so a test keeps one and passes
 //! another to the core.
@@ -29,27 +30,29 @@ pub const MAX_SLOTS: usize = CounterMask::MAX_COUNTERS;
 /// Configuration of a simulated PMU.
 #[derive(Clone, Debug, Default)]
 pub struct SimConfig {
-    /// Number of slots per vCPU; `None` for a software driver without slots.
+    /// Number of slots per vCPU, or `None` for a software driver, which has no slots.
     pub slots: Option<usize>,
-    /// Mask of allowed slots by `config`. A `config` without an entry fits all slots.
+    /// For each `config`, the mask of slots that can hold the event. A `config` without an entry
+    /// fits all slots in `general`.
     pub allowed_slots: BTreeMap<u64, u64>,
-    /// Time in nanoseconds that [`PmuEvent::lost_ns`] reports for an event that lost its slot.
+    /// Value of [`PmuEvent::lost_ns`] for an event that lost its slot, in nanoseconds.
     pub late_ns: u64,
-    /// Mask of slots for events without an entry in `allowed_slots`; `None` for all slots.
+    /// Mask of slots that can hold events without an entry in `allowed_slots`, or `None` for all
+    /// slots.
     pub general: Option<u64>,
     /// Hides slot constraints from the core, so that only a failed start reveals that an event does
     /// not fit. Models a host kernel with constraints that are unknown to this crate.
     pub untold: bool,
-    /// Mask of slots that another user holds. They exist, but no event is assigned to them.
+    /// Mask of slots that another user of the PMU holds. No event is assigned to these slots.
     pub taken: u64,
-    /// Skid, as the number of counts between an overflow and its notification.
+    /// Skid: number of counts between an overflow and its notification.
     pub skid: u64,
-    /// Minimum period. Shorter periods are rejected with `EINVAL`, as Linux does on some Intel
-    /// processors. 0 accepts every period.
+    /// Minimum period of the simulated host. Shorter periods are rejected with `EINVAL`, as Linux
+    /// does on some Intel processors. 0 accepts every period.
     pub min_period: u64,
-    /// `config` values that do not exist.
+    /// Values of `config` for which opening an event fails because the event does not exist.
     pub unknown: Vec<u64>,
-    /// `config` values that are package counts ([`PmuEvent::count`]).
+    /// Values of `config` that are package counts ([`PmuEvent::count`]).
     pub package: Vec<u64>,
 }
 
@@ -60,20 +63,20 @@ struct SimCounter {
     on: bool,
     slot: Option<usize>,
     count: u64,
-    /// Count at which the simulated hardware announces the overflow. It is after `wanted_at` if the
-    /// requested period is below the minimum.
+    /// Count at which the simulated hardware announces the overflow. If the requested period is
+    /// below the minimum, this count is after `wanted_at`.
     armed_at: Option<u64>,
     /// Count at which the core requested the overflow.
     wanted_at: u64,
     floor: PeriodFloor,
     overflows: u32,
-    /// Loss of the slot while the event was active: `None` without a loss, `Some(false)` before the
-    /// core has noticed it, `Some(true)` afterwards.
+    /// Loss of the slot while the event was active: `None` if the slot was not lost, `Some(false)`
+    /// before the core has noticed the loss, `Some(true)` afterwards.
     lost: Option<bool>,
 }
 
 impl SimCounter {
-    /// Arms the overflow on a host whose minimum period is `min_period`.
+    /// Arms the simulated counter to overflow, on a host whose minimum period is `min_period`.
     fn arm(&mut self, overflow_in: u64, min_period: u64) -> Result<(), PmuError> {
         let overflow_in = overflow_in.max(1);
         let set = |period| match period < min_period {
@@ -96,7 +99,7 @@ struct SimState {
     next_id: u64,
     package: BTreeMap<u64, u64>,
     refuse_starts: u32,
-    /// Number of slots of each vCPU that another user holds, from slot 0.
+    /// Number of slots of each vCPU that another user of the PMU holds, starting with slot 0.
     taken: usize,
     starts: u64,
     stops: u64,
@@ -115,18 +118,18 @@ impl SimShared {
     }
 }
 
-/// A simulated PMU.
+/// A simulated PMU. Clones are handles to the same PMU.
 #[derive(Clone, Debug)]
 pub struct SimPmu {
     shared: Arc<SimShared>,
 }
 
-/// Number of calls to a simulated PMU, by type.
+/// Numbers of calls to a simulated PMU, by type of call.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct SimCalls {
-    /// Number of successful starts of stopped events.
+    /// Number of times that a stopped event was started successfully.
     pub starts: u64,
-    /// Number of stops of started events.
+    /// Number of times that a started event was stopped.
     pub stops: u64,
     /// Number of times that an overflow was armed.
     pub arms: u64,
@@ -163,7 +166,8 @@ impl SimPmu {
         })
     }
 
-    /// Advances `vcpu` by `counts(config)` for each of its active events.
+    /// Adds `counts(config)` counts to each active event of `vcpu`, where `config` is that of the
+    /// event.
     pub fn advance(&self, vcpu: VcpuId, counts: impl Fn(u64) -> u64) {
         let mut state = self.shared.lock();
         let skid = self.shared.config.skid;
@@ -186,9 +190,9 @@ impl SimPmu {
         }
     }
 
-    /// Lets the timers of `vcpu` that poll for late overflows expire. An event reports its overflow
-    /// if it has reached the requested count, although the simulated hardware, which rejects
-    /// shorter periods than the minimum, would announce it later.
+    /// Simulates expiry of the timers that poll for late overflows on `vcpu`. Each event that has
+    /// reached the requested count reports its overflow, even if the simulated hardware would
+    /// announce it later because of its minimum period.
     pub fn poll_late_overflows(&self, vcpu: VcpuId) {
         let mut state = self.shared.lock();
         for counter in state.counters.values_mut() {
@@ -203,12 +207,13 @@ impl SimPmu {
         }
     }
 
-    /// Makes the next `n` starts fail as if the hardware were in use.
+    /// Makes the next `n` starts of events fail as if all counters were in use.
     pub fn refuse_starts(&self, n: u32) {
         self.shared.lock().refuse_starts = n;
     }
 
-    /// Takes the first `n` slots of each vCPU away, as another user of the PMU would.
+    /// Takes the first `n` slots of each vCPU away from the core's events, as another user of the
+    /// PMU would.
     ///
     /// Running events move to other slots if possible. The most recently started events for which
     /// no slot remains stop counting, and the core notices this only when it checks their counters.
@@ -248,13 +253,13 @@ impl SimPmu {
             .count()
     }
 
-    /// Returns the number of open events.
+    /// Returns the number of open events of this PMU.
     #[must_use]
     pub fn open_events(&self) -> usize {
         self.shared.lock().counters.len()
     }
 
-    /// Returns the number of calls so far.
+    /// Returns the numbers of calls to this PMU so far.
     #[must_use]
     pub fn calls(&self) -> SimCalls {
         let state = self.shared.lock();
@@ -267,7 +272,7 @@ impl SimPmu {
 }
 
 impl Default for SimPmu {
-    /// Creates the configuration of a software PMU without slots.
+    /// Creates a simulated software PMU, which has no slots.
     fn default() -> Self {
         Self::new(SimConfig::default())
     }
@@ -354,7 +359,7 @@ impl SimState {
         }
     }
 
-    /// Assigns `id` to a free slot, moving other events if necessary as a real scheduler would.
+    /// Assigns event `id` to a slot. Moves other events if necessary, as a real scheduler would.
     /// Returns `false` if not all events fit.
     #[expect(clippy::cast_possible_truncation, reason = "a number of slots, 64 at most")]
     fn assign_slot(&mut self, id: u64, config: &SimConfig) -> bool {
@@ -405,7 +410,8 @@ impl SimConfig {
         CounterMask::from_bits(self.taken)
     }
 
-    /// Returns the slots that can hold `config` and that no other user holds.
+    /// Returns the slots that can hold an event with `config` and that no other user of the PMU
+    /// holds.
     fn fits(&self, config: u64) -> CounterMask {
         let general = self.general.unwrap_or(u64::MAX);
         let allowed = self.allowed_slots.get(&config).copied().unwrap_or(general);
@@ -413,8 +419,8 @@ impl SimConfig {
     }
 }
 
-/// Assigns `event` to a slot in its mask that is free or can be freed by moving another event.
-/// Moves no event if this fails.
+/// Assigns `event` to a slot in its mask that is free or can be freed by moving another event. If
+/// there is no such slot, no event is moved.
 fn find_slot(event: usize, masks: &[u64], slots_of: &mut [Option<usize>]) -> bool {
     fn hand_out_slots(event: usize, masks: &[u64], slots_of: &mut [Option<usize>], tried: &mut u64) -> bool {
         let free =
@@ -599,8 +605,8 @@ mod tests {
         assert_eq!(pmu.open_events(), 0);
     }
 
-    /// P40: all events of a package count read the same value, which is independent of the counts
-    /// of the single events.
+    /// Behavior P40: all events of a package count read the same value, which is independent of the
+    /// counts of the single events.
     #[test]
     fn p40_a_package_count_is_shared() {
         let pmu = SimPmu::new(SimConfig {
@@ -633,9 +639,9 @@ mod tests {
     }
 
     proptest! {
-        /// P23 for drivers: an event that is armed with period P, and re-armed for the remaining
-        /// counts after each read, overflows floor(total / P) times, and the distance to its next
-        /// overflow never exceeds P.
+        /// Behavior P23 for drivers: an event that is armed with period P, and re-armed for the
+        /// remaining counts after each read, overflows floor(total / P) times, and the distance to
+        /// its next overflow never exceeds P.
         #[test]
         fn p23_overflows_are_total_over_period(period in 1u64..100, steps in prop::collection::vec(0u64..100, 0..200)) {
             let pmu = SimPmu::default();
@@ -656,7 +662,7 @@ mod tests {
             }
         }
 
-        /// P38: a stopped event reports no overflow.
+        /// Behavior P38: a stopped event reports no overflow.
         #[test]
         fn p38_stopped_event_reports_no_overflow(n in 1u64..100, counts in prop::collection::vec(0u64..200, 0..20)) {
             let pmu = SimPmu::default();
@@ -671,7 +677,7 @@ mod tests {
         }
 
         /// An assignment respects every mask and uses no slot twice, and a failure means that no
-        /// assignment exists. An event keeps its slot while a free slot fits the new event.
+        /// assignment exists. A running event keeps its slot if a new event fits a free slot.
         #[test]
         fn placements_are_valid_and_complete(masks in prop::collection::vec(0u64..16, 0..6)) {
             fn possible(masks: &[u64], free: u64) -> bool {

@@ -1,20 +1,23 @@
-//! Counts derived from a source that advances regardless of whether the event is active. An event
-//! counts only the increase of the source while the event is active.
+//! Events that count the increase of a source while the event is active. The source itself always
+//! advances.
 
-/// The spans of time in which an event was active, and the increase of its source during these
-/// spans.
+/// Count of an event that is the increase of a source during the spans in which the event was
+/// active.
 #[derive(Debug, Default)]
 pub(super) struct Spans {
-    /// Value of the source at the start of the current span.
+    /// Value of the source at the start of the current span, or `None` while the event is not
+    /// active.
     start: Option<u64>,
     /// Increase of the source during all finished spans.
     ended: u64,
-    /// Last returned count. A source that decreases or becomes unreadable does not lower the count.
+    /// Count that was last returned. The count never decreases, even if the source does or becomes
+    /// unreadable.
     last: u64,
 }
 
 impl Spans {
-    /// Begins a span unless one is open. `source` returns the current value of the source.
+    /// Begins a span unless the event is already active. `source` returns the current value of the
+    /// source.
     pub fn begin<E>(&mut self, source: impl FnOnce() -> Result<u64, E>) -> Result<(), E> {
         if self.start.is_none() {
             self.start = Some(source()?);

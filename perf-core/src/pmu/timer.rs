@@ -5,22 +5,22 @@
 //! separate interrupt (`irq_work`), which an emulated host may delay until the next scheduler tick.
 //! A perf clock event also repeats at its period until it is reprogrammed, and at short periods the
 //! host kernel may mistake this for a hung timer interrupt. A POSIX timer sends its signal directly
-//! from the timer interrupt, is one-shot, and takes one system call to arm. Its expiry is
-//! determined from the monotonic clock without a system call. Timers run on wall-clock time, which
-//! advances at least as fast as guest time.
+//! from the timer interrupt, is one-shot, and takes one system call to arm. Whether it has expired
+//! is determined from the monotonic clock, without a system call. Timers run on wall-clock time,
+//! which advances at least as fast as guest time.
 #![expect(unsafe_code, reason = "system calls, and memory shared with the kernel")]
 
 use std::io;
 use std::mem::MaybeUninit;
 use std::ptr;
 
-/// A timer that sends a signal to one thread of this process.
+/// A POSIX timer that sends a signal to one thread of this process.
 #[derive(Debug)]
 pub(super) struct Timer {
     id: libc::timer_t,
-    /// Expiry time on the monotonic clock. The timer may expire early by at most the duration of
-    /// the [`Timer::set`] call, and never expires late. A time in the past means expired or
-    /// disarmed.
+    /// Expiry time on the monotonic clock, in nanoseconds. The timer may expire early by at most
+    /// the duration of the [`Timer::set`] call, and never expires late. A time in the past means
+    /// expired or disarmed.
     expiry_ns: u64,
 }
 
@@ -44,16 +44,16 @@ impl Timer {
         }
     }
 
-    /// Arms the timer to expire once, `ns` from now (at least 1), and replaces any earlier setting.
-    /// Takes one system call.
+    /// Arms the timer to expire once, `ns` nanoseconds from now (at least 1), and replaces any
+    /// earlier setting. Takes one system call.
     pub(super) fn set(&mut self, ns: u64) -> io::Result<()> {
         // Read before the call, so that the timer cannot expire before the computed time.
         self.expiry_ns = wall_ns().saturating_add(ns);
         self.settime(ns.max(1), 0)
     }
 
-    /// Arms the timer to expire `ns` from now (at least 1) and then every `interval_ns`. Takes one
-    /// system call.
+    /// Arms the timer to expire `ns` nanoseconds from now (at least 1), and then every
+    /// `interval_ns` nanoseconds. Takes one system call.
     #[cfg(feature = "clock")]
     pub(super) fn set_repeating(&self, ns: u64, interval_ns: u64) -> io::Result<()> {
         self.settime(ns.max(1), interval_ns)
@@ -64,7 +64,7 @@ impl Timer {
         self.settime(0, 0)
     }
 
-    /// Returns `true` if the timer has expired since it was armed, or is about to expire.
+    /// Returns `true` if the timer has expired since it was armed, or its expiry is imminent.
     pub(super) fn has_expired(&self) -> bool {
         wall_ns() >= self.expiry_ns
     }
@@ -75,7 +75,7 @@ impl Timer {
         self.expiry_ns.saturating_sub(wall_ns())
     }
 
-    /// Arms the timer, or disarms it if `ns` is 0.
+    /// Arms the timer for `ns` nanoseconds, or disarms it if `ns` is 0.
     fn settime(&self, ns: u64, interval_ns: u64) -> io::Result<()> {
         // Neither conversion overflows, because 2^64 ns are only 585 years.
         let time = |ns: u64| libc::timespec {
@@ -102,8 +102,8 @@ impl Drop for Timer {
     }
 }
 
-/// Returns the time of the monotonic clock, in nanoseconds. Takes no system call if the vDSO
-/// provides this clock (`vdso(7)`).
+/// Returns the monotonic clock in nanoseconds. Takes no system call if the vDSO provides this clock
+/// (`vdso(7)`).
 pub(super) fn wall_ns() -> u64 {
     clock_ns(libc::CLOCK_MONOTONIC)
 }

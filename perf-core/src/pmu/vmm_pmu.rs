@@ -1,12 +1,13 @@
 //! The `vmm_pmu` driver: events whose counts the VMM supplies.
 //!
 //! The VMM adds its observations, such as single-stepped instructions and handled exits, to a
-//! [`VmmPmuCounts`] per vCPU, and events read their counts from there. An event's `config` is the
-//! selector, an index with a meaning that the VMM defines.
+//! [`VmmPmuCounts`] per vCPU, and events read their counts from there. The `config` of an event is
+//! its selector: an index whose meaning the VMM defines.
 //!
 //! Every addition names the guest's privilege level, so `exclude_user` and `exclude_kernel` are
-//! exact. Overflows are exact too if the VMM can stop at any count: [`VmmPmuCounts::until_overflow`]
-//! returns the remaining distance, and [`VmmPmuCounts::add`] reports that an event has overflowed.
+//! exact. Overflows are exact too if the VMM can stop at any count:
+//! [`VmmPmuCounts::until_overflow`] returns the number of counts until the next overflow, and
+//! [`VmmPmuCounts::add`] returns `true` when an event has overflowed.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -16,10 +17,10 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use crate::attr::{Attr, EventType};
 use crate::pmu::{Pmu, PmuCapacity, PmuError, PmuEvent, PmuTarget, VcpuId};
 
-/// Overflow point of a selector without an armed event.
+/// Value for the overflow point of a selector without an armed event.
 const NEVER: u64 = u64::MAX;
 
-/// Privilege levels that an event counts.
+/// The privilege levels of the guest at which an event counts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum CountedLevels {
     User,
@@ -39,18 +40,20 @@ impl CountedLevels {
     }
 }
 
-/// Totals of one selector, and the next overflow point for each combination of privilege levels
-/// that events count.
+/// Totals of one selector, and the next overflow point of the events of this selector for each
+/// combination of privilege levels.
 #[derive(Debug)]
 struct SelectorTotals {
     user: AtomicU64,
     kernel: AtomicU64,
-    /// Next overflow point of the events that count user mode, kernel mode, or both, in counts at
-    /// those levels; [`NEVER`] if no such event is armed.
+    /// Three fields: the next overflow point of the events that count user mode only, kernel mode
+    /// only, or both modes. The unit is one count at these levels; [`NEVER`] if no such event is
+    /// armed.
     next_user: AtomicU64,
     next_kernel: AtomicU64,
     next_both: AtomicU64,
-    /// Number of started events that count each privilege level.
+    /// Two fields: number of started events that count user mode, and number that count kernel
+    /// mode.
     started_user: AtomicU32,
     started_kernel: AtomicU32,
 }
@@ -105,7 +108,7 @@ impl SelectorTotals {
 struct OverflowPoint {
     selector: usize,
     levels: CountedLevels,
-    /// Overflow point; [`NEVER`] while disarmed.
+    /// Count at which the event overflows, or [`NEVER`] while the event is disarmed.
     at: u64,
 }
 
@@ -113,11 +116,11 @@ struct OverflowPoint {
 #[derive(Debug, Default)]
 struct OverflowPoints {
     list: Vec<OverflowPoint>,
-    /// Unused indices of `list`.
+    /// Indices in `list` that no event uses.
     free: Vec<usize>,
 }
 
-/// Counts of one vCPU, supplied by the VMM.
+/// The counts of one vCPU, one per selector, which the VMM supplies.
 ///
 /// The vCPU's thread adds the counts. Adding and querying take a few relaxed loads and stores on
 /// memory that belongs to this vCPU alone.
@@ -128,7 +131,7 @@ pub struct VmmPmuCounts {
 }
 
 impl VmmPmuCounts {
-    /// Creates zero counts for selectors 0 to `selectors - 1`.
+    /// Creates counts of zero for the selectors 0 to `selectors - 1`.
     #[must_use]
     pub fn new(selectors: usize) -> Self {
         Self {
@@ -146,8 +149,8 @@ impl VmmPmuCounts {
     /// Adds `n` to `selector`, with the guest at privilege level `cpl` (3 is user, any other value
     /// is kernel).
     ///
-    /// Returns `true` if an armed event has reached its overflow point, in this call or before, so
-    /// that the caller must handle overflows. Ignores a selector that does not exist.
+    /// Returns `true` if an armed event has reached its overflow point in this call or an earlier
+    /// one. The caller must then service overflows. A selector that does not exist is ignored.
     ///
     /// Several threads may add concurrently without losing counts.
     pub fn add(&self, selector: usize, cpl: u8, n: u64) -> bool {
@@ -162,7 +165,8 @@ impl VmmPmuCounts {
     /// Returns the number of further counts of `selector` at privilege level `cpl` until the next
     /// armed event overflows.
     ///
-    /// Returns 0 if an overflow is already due, and `None` if no armed event counts this level.
+    /// Returns 0 if an overflow is already due, and `None` if no armed event counts `selector` at
+    /// this level.
     #[must_use]
     pub fn until_overflow(&self, selector: usize, cpl: u8) -> Option<u64> {
         let cell = self.cells.get(selector)?;
@@ -180,7 +184,7 @@ impl VmmPmuCounts {
             .min()
     }
 
-    /// Returns the total of `selector` at all privilege levels.
+    /// Returns the total count of `selector` at all privilege levels.
     #[must_use]
     pub fn total(&self, selector: usize) -> u64 {
         self.cells
@@ -188,8 +192,8 @@ impl VmmPmuCounts {
             .map_or(0, |cell| cell.total(CountedLevels::Both))
     }
 
-    /// Returns two flags for the first `selectors` selectors: `true` if a started event counts one
-    /// of them in user mode, and `true` if a started event counts one of them in kernel mode.
+    /// Returns two flags: whether a started event counts one of the first `selectors` selectors in
+    /// user mode, and whether one does so in kernel mode.
     #[must_use]
     pub fn counted_levels(&self, selectors: usize) -> (bool, bool) {
         let cells = || self.cells.iter().take(selectors);
@@ -204,7 +208,7 @@ impl VmmPmuCounts {
         self.armed.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Sets, moves or (with [`NEVER`]) removes the overflow point of the event at index `place`.
+    /// Sets, moves or (with [`NEVER`]) removes the overflow point of the event with index `place`.
     #[inline]
     fn set_armed(&self, place: usize, at: u64) {
         let mut armed = self.armed();
@@ -235,18 +239,19 @@ pub struct VmmPmu {
 }
 
 impl VmmPmu {
-    /// Creates a driver without vCPUs.
+    /// Creates a driver in which no vCPU is registered.
     #[must_use]
     pub fn new() -> Self {
         Self::default()
     }
 
-    /// Registers `counts` as the counts of `vcpu`. Events that are opened afterwards read them.
+    /// Registers `counts` as the counts of `vcpu`. Events that are opened on the vCPU afterwards
+    /// read these counts.
     pub fn add_vcpu(&self, vcpu: VcpuId, counts: Arc<VmmPmuCounts>) {
         self.lock().insert(vcpu, counts);
     }
 
-    /// Unregisters `vcpu`. Its open events remain usable.
+    /// Unregisters the counts of `vcpu`. Open events of the vCPU remain usable.
     pub fn remove_vcpu(&self, vcpu: VcpuId) {
         self.lock().remove(&vcpu);
     }
@@ -320,10 +325,10 @@ struct FedEvent {
     place: usize,
     selector: usize,
     levels: CountedLevels,
-    /// Total of the selector at the start of the current span.
+    /// Total of the selector when the event was last started, or `None` while the event is stopped.
     span_start: Option<u64>,
     spans: u64,
-    /// Overflow point, in counts of this event.
+    /// Count of this event at which it overflows, or `None` if the event is not armed.
     armed_at: Option<u64>,
 }
 
@@ -435,8 +440,8 @@ mod tests {
         pmu.open(&attr, TARGET).unwrap()
     }
 
-    /// `counted_levels` reports only levels that started events count, so the VMM produces a count,
-    /// for example by single-stepping, only while an event needs it.
+    /// `counted_levels` reports only the levels that started events count. A VMM can therefore
+    /// produce an expensive count, for example by single-stepping, only while an event needs it.
     #[test]
     fn counted_levels_are_those_of_started_events() {
         let (counts, pmu) = setup(2);
@@ -499,8 +504,8 @@ mod tests {
     }
 
     proptest! {
-        /// A caller that stops at the distance returned by `until_overflow` reaches each overflow
-        /// at its exact count.
+        /// A caller that always stops after the number of counts that `until_overflow` returns
+        /// reaches each overflow at its exact count.
         #[test]
         fn stepping_stops_exactly_at_each_overflow(periods in prop::collection::vec(1u64..50, 1..20), cpls in prop::collection::vec(0u8..4, 1..10)) {
             let (counts, pmu) = setup(1);
@@ -525,7 +530,7 @@ mod tests {
             }
         }
 
-        /// P38: a stopped event reports no overflow.
+        /// Behavior P38: a stopped event reports no overflow.
         #[test]
         fn p38_stopped_event_reports_no_overflow(n in 1u64..1000, fed in 0u64..10_000) {
             let (counts, pmu) = setup(1);

@@ -1,19 +1,19 @@
-//! A cursor that removes fields from the front of a record.
+//! A cursor over the bytes of a record, which removes fields from the front.
 
 /// An error that occurred while decoding a record.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum DecodeError {
-    /// The record ends before the field.
+    /// The record ends before the end of a field.
     #[error("the record ends before its {field}")]
     Short {
         /// Name of the missing or truncated field.
         field: &'static str,
     },
-    /// The sample continues after the last field of its format.
+    /// The sample is longer than its format requires.
     #[error("{bytes} bytes after the last field")]
     Trailing {
-        /// Number of excess bytes.
+        /// Number of bytes after the last field.
         bytes: usize,
     },
 }
@@ -57,8 +57,8 @@ impl<'a> Cursor<'a> {
         self.array(field).map(u32::from_ne_bytes)
     }
 
-    /// Takes `count` fields of `len` bytes each. Accepts any `count`, because it was read from an
-    /// untrusted record.
+    /// Removes `count` fields of `len` bytes each from the front and returns them. `count` may come
+    /// from an untrusted record.
     #[inline]
     pub(super) fn many(
         &mut self,
@@ -90,7 +90,7 @@ impl<'a> Cursor<'a> {
     }
 }
 
-/// Returns the bytes before the first NUL.
+/// Returns the bytes before the first NUL, or all bytes if there is none.
 pub(super) fn until_nul(bytes: &[u8]) -> &[u8] {
     bytes
         .iter()

@@ -5,7 +5,7 @@ use super::{DecodeError, RecordFormat, RecordSink, put_u32s, put_u64};
 use crate::attr::SampleType;
 use crate::ring::LostTrailer;
 
-/// Sample types whose fields a trailer contains. Each field has 8 bytes.
+/// Sample fields that a trailer may contain. Each field has 8 bytes.
 const FIELDS: SampleType = SampleType::TID
     .union(SampleType::TIME)
     .union(SampleType::ID)
@@ -13,29 +13,29 @@ const FIELDS: SampleType = SampleType::TID
     .union(SampleType::CPU)
     .union(SampleType::IDENTIFIER);
 
-/// The trailer of a record that is not a sample: the task that the record refers to, the time of
-/// the record, and IDs. Present if the event has `sample_id_all`.
+/// The trailer of a record that is not a sample: the vCPU that the record refers to, the time of
+/// the record, and the event's IDs. Records have a trailer if the event has `sample_id_all`.
 ///
-/// Contains the fields that the event's samples have. Other fields are 0 when decoded.
+/// A trailer contains only fields that the event's samples have. A decoder sets all other fields to
+/// 0.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct SampleId {
     /// Process ID of the VM, as shown to the operator.
     pub pid: u32,
     /// Thread ID of the vCPU.
     pub tid: u32,
-    /// Time in nanoseconds.
+    /// Time of the record, in nanoseconds.
     pub time_ns: u64,
-    /// ID of the opened event, written to both the ID and the IDENTIFIER field of a trailer that
-    /// has both.
+    /// ID of the opened event, which is encoded in the ID field and in the IDENTIFIER field.
     pub id: u64,
-    /// ID of the event that the record belongs to. For a child of an inherited event, this is the
-    /// ID of the child, whereas `id` is that of its parent.
+    /// ID of the event that the record belongs to. For an inherited event, this is the ID of the
+    /// child, and `id` is the ID of its parent.
     pub stream_id: u64,
-    /// CPU number (the vCPU); `u32::MAX` for a record without a vCPU.
+    /// Number of the vCPU, or `u32::MAX` for a record without a vCPU.
     pub cpu: u32,
 }
 
-/// Returns the size of a trailer in `format`, in bytes.
+/// Returns the size of the trailers of records in `format`, in bytes.
 #[inline]
 pub(super) fn size_of(format: RecordFormat) -> usize {
     if format.sample_id_all {
@@ -46,7 +46,8 @@ pub(super) fn size_of(format: RecordFormat) -> usize {
 }
 
 impl SampleId {
-    /// Appends the words of the trailer in ABI order, or nothing without `sample_id_all`.
+    /// Appends the words of the trailer in the order of the ABI. Appends nothing if `format` lacks
+    /// `sample_id_all`.
     #[inline]
     pub(super) fn encode(&self, format: RecordFormat, out: &mut impl RecordSink) {
         if !format.sample_id_all {
@@ -105,7 +106,7 @@ impl SampleId {
         Ok(id)
     }
 
-    /// Returns the trailer in the form that a ring appends to a LOST record.
+    /// Returns this trailer in the form that a ring appends to LOST records.
     #[inline]
     pub(super) fn trailer(&self, format: RecordFormat) -> LostTrailer {
         let mut trailer = LostTrailer::NONE;
@@ -115,7 +116,7 @@ impl SampleId {
 }
 
 impl RecordSink for LostTrailer {
-    /// Appends the words in `bytes`. Trailers consist of whole words only.
+    /// Appends the 8-byte words in `bytes`, which contains whole words only.
     #[inline]
     fn put(&mut self, bytes: &[u8]) {
         for &word in bytes.as_chunks().0 {

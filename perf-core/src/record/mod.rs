@@ -27,18 +27,18 @@ pub use side::{CommRecord, LostRecord, MmapRecord, ReadRecord, SwitchRecord, Tas
 /// Size of a record header, in bytes.
 pub const HEADER_SIZE: usize = 8;
 
-/// The type of a record (`perf_event_header.type`).
+/// The type of a record in a ring (`perf_event_header.type`).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct RecordType(pub u32);
 
 impl RecordType {
     /// `PERF_RECORD_MMAP`: memory was mapped.
     pub const MMAP: Self = Self(1);
-    /// `PERF_RECORD_LOST`: records were lost because the ring was full.
+    /// `PERF_RECORD_LOST`: number of records that were lost because the ring was full.
     pub const LOST: Self = Self(2);
-    /// `PERF_RECORD_COMM`: name of a task.
+    /// `PERF_RECORD_COMM`: the name of a vCPU or a VM.
     pub const COMM: Self = Self(3);
-    /// `PERF_RECORD_EXIT`: a vCPU exited.
+    /// `PERF_RECORD_EXIT`: a vCPU was removed.
     pub const EXIT: Self = Self(4);
     /// `PERF_RECORD_THROTTLE`: an event overflowed too frequently, and its overflows are
     /// suppressed.
@@ -47,7 +47,7 @@ impl RecordType {
     pub const UNTHROTTLE: Self = Self(6);
     /// `PERF_RECORD_FORK`: a vCPU was added.
     pub const FORK: Self = Self(7);
-    /// `PERF_RECORD_READ`: final values of an inherited event.
+    /// `PERF_RECORD_READ`: final values of an inherited event on a vCPU that was removed.
     pub const READ: Self = Self(8);
     /// `PERF_RECORD_SAMPLE`: a sample.
     pub const SAMPLE: Self = Self(9);
@@ -59,12 +59,12 @@ impl RecordType {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[repr(u16)]
 pub enum CpuMode {
-    /// Unknown mode.
+    /// The CPU mode is not known.
     #[default]
     Unknown = 0,
-    /// Host kernel.
+    /// Code of the host kernel.
     Kernel = 1,
-    /// Host user space.
+    /// Code in user space of the host.
     User = 2,
     /// A hypervisor below the host.
     Hypervisor = 3,
@@ -81,11 +81,11 @@ pub struct RecordMisc(pub u16);
 impl RecordMisc {
     /// `PERF_RECORD_MISC_EXACT_IP`: the instruction pointer has no skid.
     pub const EXACT_IP: Self = Self(1 << 14);
-    /// `PERF_RECORD_MISC_SWITCH_OUT`: the task of a SWITCH record was scheduled out.
+    /// `PERF_RECORD_MISC_SWITCH_OUT`: the vCPU of a SWITCH record was scheduled out.
     pub const SWITCH_OUT: Self = Self(1 << 13);
     const CPU_MODE_MASK: u16 = 7;
 
-    /// Returns the CPU mode, or [`CpuMode::Unknown`] for undefined values.
+    /// Returns the CPU mode in these flags, or [`CpuMode::Unknown`] for undefined values.
     pub fn cpu_mode(self) -> CpuMode {
         match self.0 & Self::CPU_MODE_MASK {
             1 => CpuMode::Kernel,
@@ -97,7 +97,7 @@ impl RecordMisc {
         }
     }
 
-    /// Returns `true` if the instruction pointer has no skid.
+    /// Returns `true` if the instruction pointer of the sample has no skid.
     pub fn exact_ip(self) -> bool {
         self.0 & Self::EXACT_IP.0 != 0
     }
@@ -109,19 +109,19 @@ impl From<CpuMode> for RecordMisc {
     }
 }
 
-/// The selection of fields in an event's samples and read values.
+/// Format of the records of an event: the fields that samples, read values and trailers contain.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub struct RecordFormat {
-    /// Fields of SAMPLE records.
+    /// Fields that SAMPLE records contain.
     pub sample_type: SampleType,
-    /// Fields of read values, in SAMPLE and READ records.
+    /// Fields that read values contain, in SAMPLE and READ records.
     pub read_format: ReadFormat,
     /// `true` if records other than samples end with a [`SampleId`].
     pub sample_id_all: bool,
 }
 
 impl RecordFormat {
-    /// Returns the format of records whose samples have the fields `sample_type`.
+    /// Returns the format of an event whose samples have the fields `sample_type`.
     #[must_use]
     pub fn of_samples(sample_type: SampleType) -> Self {
         Self {
@@ -143,10 +143,10 @@ impl From<&Attr> for RecordFormat {
 
 /// A destination for the bytes of records.
 pub trait RecordSink {
-    /// Appends bytes.
+    /// Appends `bytes` to the record.
     fn put(&mut self, bytes: &[u8]);
 
-    /// Appends a `u64` in native byte order.
+    /// Appends a `u64` in native byte order to the record.
     #[inline]
     fn put_u64(&mut self, value: u64) {
         self.put(&value.to_ne_bytes());
@@ -165,7 +165,7 @@ impl RecordSink for RecordReservation<'_> {
     }
 }
 
-/// Discards bytes that exceed the slice.
+/// Writes to the front of the slice. Bytes that exceed the slice are discarded.
 impl RecordSink for &mut [u8] {
     fn put(&mut self, bytes: &[u8]) {
         let len = bytes.len().min(self.len());
@@ -186,7 +186,7 @@ fn put_u64(out: &mut impl RecordSink, value: u64) {
     out.put_u64(value);
 }
 
-/// Appends two 32-bit fields, `first` at the lower address.
+/// Appends two 32-bit fields to a record, with `first` at the lower address.
 #[inline]
 fn put_u32s(out: &mut impl RecordSink, first: u32, second: u32) {
     // The first field is the lower half, because x86-64, the only supported architecture, is
@@ -194,7 +194,7 @@ fn put_u32s(out: &mut impl RecordSink, first: u32, second: u32) {
     put_u64(out, u64::from(first) | u64::from(second) << 32);
 }
 
-/// Appends a header. A size above 65535 cannot be encoded; rings reject it before anything is
+/// Appends a record header. `size` must be at most 65535, which rings check before anything is
 /// written.
 #[inline]
 fn put_header(out: &mut impl RecordSink, ty: RecordType, misc: RecordMisc, size: usize) {
@@ -205,7 +205,7 @@ fn put_header(out: &mut impl RecordSink, ty: RecordType, misc: RecordMisc, size:
     );
 }
 
-/// A record that can be encoded.
+/// A record that can be encoded and written to a ring.
 pub trait EncodeRecord {
     /// Returns the size of the whole record in bytes, a multiple of 8.
     fn size(&self, format: RecordFormat) -> usize;
@@ -216,8 +216,8 @@ pub trait EncodeRecord {
     /// `true` if the record counts as a sample for `wakeup_events`.
     const IS_SAMPLE: bool = false;
 
-    /// Returns the trailer of the record. If the ring writes a LOST record before this record, the
-    /// LOST record has the same trailer.
+    /// Returns the trailer of the record. A LOST record that the ring writes before this record has
+    /// the same trailer.
     fn sample_id(&self) -> SampleId {
         SampleId::default()
     }
@@ -295,19 +295,20 @@ pub trait EncodeRecord {
     }
 }
 
-/// The outcome of writing several records.
+/// Result of writing one or several records to a ring.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct RecordWriteOutcome {
-    /// Number of records in the ring.
+    /// Number of records that were written to the ring.
     pub written: u64,
-    /// Number of records that did not fit. The ring will report them with a LOST record.
+    /// Number of records that were lost because the ring was full. A LOST record will report this
+    /// number.
     pub lost: u64,
-    /// Number of records that are too large for the ring. These are not counted as lost.
+    /// Number of records that are too large for the ring. LOST records do not include this number.
     pub unfit: u64,
 }
 
 impl From<Result<(), RingError>> for RecordWriteOutcome {
-    /// Converts the result of writing one record to an outcome.
+    /// Converts the result of writing a single record.
     #[inline]
     fn from(result: Result<(), RingError>) -> Self {
         let (written, lost, unfit) = match result {
@@ -319,36 +320,37 @@ impl From<Result<(), RingError>> for RecordWriteOutcome {
     }
 }
 
-/// A decoded record, borrowed from its bytes.
+/// A decoded record that borrows its contents from the encoded bytes.
 #[derive(Clone, Copy, Debug, PartialEq)]
 #[non_exhaustive]
 pub enum DecodedRecord<'a> {
-    /// A memory mapping.
+    /// A mapping of guest memory.
     Mmap(MmapRecord<'a>),
     /// Number of lost records.
     Lost(LostRecord),
-    /// Name of a task.
+    /// Name of a vCPU or a VM.
     Comm(CommRecord<'a>),
-    /// Exit of a vCPU.
+    /// Removal of a vCPU.
     Exit(TaskRecord),
     /// Throttling of an event that overflowed too frequently.
     Throttle(ThrottleRecord),
-    /// Restart of a throttled event.
+    /// End of the throttling of an event.
     Unthrottle(ThrottleRecord),
     /// Addition of a vCPU.
     Fork(TaskRecord),
-    /// Final values of an inherited event.
+    /// Final values of an inherited event on a vCPU that was removed.
     Read(ReadRecord<'a>),
     /// A sample.
     Sample(Sample<'a>),
-    /// A vCPU that was scheduled in or out.
+    /// A vCPU was scheduled in or out.
     Switch(SwitchRecord),
-    /// A record of unsupported type.
+    /// A record of a type that this version does not decode.
     Other(RawRecord<'a>),
 }
 
 impl<'a> DecodedRecord<'a> {
-    /// Decodes a record from a ring. `format` is the format of the events that write to the ring.
+    /// Decodes a record from a ring. `format` must be the format of the event that wrote the
+    /// record.
     ///
     /// # Errors
     ///

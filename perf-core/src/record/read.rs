@@ -4,30 +4,30 @@ use super::cursor::Cursor;
 use super::{DecodeError, RecordSink, put_u64};
 use crate::attr::ReadFormat;
 
-/// The value of one event.
+/// The value of one event in a reading.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct ReadEntry {
     /// Count of the event.
     pub value: u64,
-    /// ID of the event, or 0 if the format has none.
+    /// ID of the event, or 0 if the read format lacks ID.
     pub id: u64,
-    /// Number of lost records of the event, or 0 if the format has none.
+    /// Number of lost records of the event, or 0 if the read format lacks LOST.
     pub lost: u64,
 }
 
-/// The values of one event or of the members of a group.
+/// The values of a single event, or of all members of a group.
 #[derive(Clone, Copy, Debug)]
 pub enum ReadEntries<'a> {
     /// Value of a single event.
     One(ReadEntry),
-    /// Values to be encoded.
+    /// Values of group members, to be encoded.
     List(&'a [ReadEntry]),
-    /// Values in the encoding of a record.
+    /// Values as encoded in a record.
     Encoded {
-        /// Whole entries, each consisting of a value, and an ID and a lost count if the format has
+        /// Encoded entries, each with a value, and with an ID and a lost count if the format has
         /// them.
         bytes: &'a [u8],
-        /// Format of the entries. Only ID and LOST are used.
+        /// Read format of the entries, of which only ID and LOST are relevant.
         format: ReadFormat,
     },
 }
@@ -53,7 +53,7 @@ impl<'a> ReadEntries<'a> {
         self.len() == 0
     }
 
-    /// Iterates over the entries, with that of the leader first.
+    /// Returns an iterator over the entries, leader first.
     pub fn iter(&self) -> impl Iterator<Item = ReadEntry> + 'a {
         let (one, list, bytes, format) = match *self {
             Self::One(entry) => (Some(entry), [].as_slice(), [].as_slice(), ReadFormat::empty()),
@@ -79,28 +79,27 @@ impl PartialEq for ReadEntries<'_> {
     }
 }
 
-/// Read values of an event or group. Fields that the read format lacks are not written, and are 0
-/// when decoded.
+/// The result of reading an event or a group. A field that the read format lacks is not encoded,
+/// and is 0 when decoded.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct ReadValues<'a> {
     /// Time enabled of the group leader, in nanoseconds.
     pub time_enabled_ns: u64,
     /// Time running of the group leader, in nanoseconds.
     pub time_running_ns: u64,
-    /// A single entry if the format lacks `GROUP`, otherwise the entries of the leader and all
-    /// siblings.
+    /// Values of the leader and all siblings, or of a single event if the format lacks `GROUP`.
     pub entries: ReadEntries<'a>,
 }
 
-/// Returns the size of one entry, in bytes: 8 for the value, and 8 each for the ID and the lost
-/// count if `format` has them.
+/// Returns the encoded size of one [`ReadEntry`], in bytes: 8 for the value, and 8 each for the ID
+/// and the lost count if `format` has them.
 fn entry_size(format: ReadFormat) -> usize {
     8 + 8 * (format & (ReadFormat::ID | ReadFormat::LOST)).bits().count_ones() as usize
 }
 
 /// Returns the size of the values of `members` events in `format`, in bytes: 8 each for the time
 /// enabled, the time running and (with `GROUP`) the number of members if `format` has them, and the
-/// size of one entry for each member. Without `GROUP` there is a single entry.
+/// size of one entry for each member. A format without `GROUP` has a single entry.
 pub(crate) fn read_size_of(format: ReadFormat, members: usize) -> usize {
     let (members, group) = if format.contains(ReadFormat::GROUP) {
         (members, 8)
@@ -114,15 +113,16 @@ pub(crate) fn read_size_of(format: ReadFormat, members: usize) -> usize {
 }
 
 impl<'a> ReadValues<'a> {
-    /// Returns the encoded size in `format`, in bytes.
+    /// Returns the encoded size of the read values in `format`, in bytes.
     #[inline]
     pub fn size(&self, format: ReadFormat) -> usize {
         read_size_of(format, self.entries.len())
     }
 
-    /// Appends exactly [`size`](Self::size) bytes. Without `GROUP`, they contain the value,
-    /// enabled, running, ID and lost. With `GROUP`, they contain the number of members, enabled,
-    /// running, and the value, ID and lost of each member.
+    /// Appends the encoded read values, which take exactly [`size`](Self::size) bytes. Without
+    /// `GROUP`, these are the value, time enabled, time running, ID and lost count. With `GROUP`,
+    /// they are the number of members, time enabled, time running, and the value, ID and lost count
+    /// of each member.
     pub fn encode(&self, format: ReadFormat, out: &mut impl RecordSink) {
         let rest = |entry: ReadEntry, out: &mut _| {
             if format.contains(ReadFormat::ID) {
@@ -155,7 +155,7 @@ impl<'a> ReadValues<'a> {
         }
     }
 
-    /// Decodes values from the front of `bytes`.
+    /// Decodes read values in `format` from the front of `bytes`.
     pub(super) fn decode(bytes: &mut Cursor<'a>, format: ReadFormat) -> Result<Self, DecodeError> {
         let mut values = Self::default();
         if format.contains(ReadFormat::GROUP) {

@@ -1,4 +1,4 @@
-//! SAMPLE records.
+//! SAMPLE records: encoding and decoding.
 
 use super::cursor::Cursor;
 use super::id::SampleId;
@@ -14,7 +14,7 @@ use crate::attr::{REGS_USER_LEN, SampleType};
 pub enum RecordWords<'a> {
     /// Words to be encoded.
     List(&'a [u64]),
-    /// Whole 8-byte words in the encoding of a record.
+    /// Words as encoded in a record, 8 bytes each.
     Encoded(&'a [u8]),
 }
 
@@ -57,61 +57,60 @@ impl PartialEq for RecordWords<'_> {
     }
 }
 
-/// A sample. Fields that the event's sample type lacks are not written, and are 0 or empty when
-/// decoded.
+/// A SAMPLE record. A field that the event's sample type lacks is not encoded, and is 0 or empty
+/// when decoded.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Sample<'a> {
     /// CPU mode, and whether `ip` is exact.
     pub misc: RecordMisc,
-    /// Instruction pointer.
+    /// Instruction pointer at the time of the sample.
     pub ip: u64,
     /// Process ID of the VM, as shown to the operator.
     pub pid: u32,
     /// Thread ID of the vCPU.
     pub tid: u32,
-    /// Time in nanoseconds.
+    /// Time of the sample, in nanoseconds.
     pub time_ns: u64,
-    /// Data address of the event.
+    /// Data address that the event supplies.
     pub addr: u64,
-    /// ID of the opened event, written to both the ID and the IDENTIFIER field of a sample that has
-    /// both.
+    /// ID of the opened event, which is encoded in the ID field and in the IDENTIFIER field.
     pub id: u64,
-    /// ID of the event that took the sample. For a child of an inherited event, this is the ID of
-    /// the child, whereas `id` is that of its parent.
+    /// ID of the event that took the sample. For an inherited event, this is the ID of the child,
+    /// and `id` is the ID of its parent.
     pub stream_id: u64,
-    /// CPU number.
+    /// Number of the vCPU.
     pub cpu: u32,
-    /// Sampling period, as the number of counts since the previous sample.
+    /// Period of the sample: number of counts since the previous sample.
     pub period: u64,
-    /// Read values.
+    /// Counts of the event or its group at the time of the sample.
     pub read: ReadValues<'a>,
     /// Call chain, innermost address first.
     pub callchain: RecordWords<'a>,
-    /// Raw data. Encoding pads it with zeros so that the data and its 4-byte size together are a
-    /// multiple of 8 bytes.
+    /// Raw data of the sample. The encoder appends zeros until the data and its 4-byte size
+    /// together are a multiple of 8 bytes.
     pub raw: &'a [u8],
     /// Branch stack, newest branch first, with three words per branch.
     pub branches: RecordWords<'a>,
-    /// User registers and stack.
+    /// User-mode registers and user stack.
     pub user: UserRegsAndStack<'a>,
 }
 
-/// User registers and the top of the user stack.
+/// User-mode registers and the top of the user stack in a sample.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct UserRegsAndStack<'a> {
-    /// Value of `PERF_SAMPLE_REGS_ABI_*`: 0 if there is no user context and thus no registers, 1
-    /// for 32 bits, 2 for 64 bits.
+    /// Value of `PERF_SAMPLE_REGS_ABI_*`: 1 for 32-bit registers, 2 for 64-bit registers, or 0 if
+    /// there are none because the vCPU has no user context.
     pub abi: u64,
-    /// Registers of [`REGS_USER`](crate::attr::REGS_USER), in the order of its bits.
+    /// Registers of [`REGS_USER`](crate::attr::REGS_USER), in the order of that mask's bits.
     pub registers: RecordWords<'a>,
-    /// Stack bytes from the stack pointer up. The length must be a multiple of 8 for encoding.
+    /// Stack bytes, starting at the stack pointer. The encoder requires a multiple of 8 bytes.
     pub stack: &'a [u8],
 }
 
-/// Number of words of a branch.
+/// Number of words of each branch in a branch stack.
 const BRANCH_WORDS: usize = 3;
 
-/// Sample types whose field has a fixed size of 8 bytes.
+/// Sample types whose fields have a fixed size of 8 bytes.
 const FIXED: SampleType = SampleType::IP
     .union(SampleType::TID)
     .union(SampleType::TIME)
@@ -122,14 +121,14 @@ const FIXED: SampleType = SampleType::IP
     .union(SampleType::PERIOD)
     .union(SampleType::IDENTIFIER);
 
-/// Returns the size of the RAW field for `len` bytes of data.
+/// Returns the size of a RAW field with `len` bytes of data, in bytes.
 fn raw_size(len: usize) -> usize {
     (4 + len).next_multiple_of(8)
 }
 
 /// Sample types whose fields [`UserRegsAndStack`] contains.
 const USER: SampleType = SampleType::REGS_USER.union(SampleType::STACK_USER);
-/// Sample types that few events request.
+/// Sample types that few events request. Their fields are the last ones of a sample.
 const RARE: SampleType = USER.union(SampleType::BRANCH_STACK);
 
 // Not inlined into the code for all samples, because few samples have these fields.
@@ -167,7 +166,7 @@ impl UserRegsAndStack<'_> {
     }
 }
 
-/// Returns the size of the STACK_USER field for `len` bytes of stack.
+/// Returns the size of a STACK_USER field with `len` bytes of stack, in bytes.
 fn stack_size(len: usize) -> usize {
     match len / 8 {
         0 => 8,
@@ -176,7 +175,7 @@ fn stack_size(len: usize) -> usize {
 }
 
 impl Sample<'_> {
-    /// Returns the size of the fields in [`RARE`].
+    /// Returns the size of the sample's fields in [`RARE`], in bytes.
     #[inline(never)]
     fn rare_size(&self, fields: SampleType) -> usize {
         let mut size = 0;
@@ -189,7 +188,7 @@ impl Sample<'_> {
         size
     }
 
-    /// Encodes the fields in [`RARE`], which are the last ones of a record.
+    /// Encodes the sample's fields in [`RARE`], which are the last ones of the record.
     #[inline(never)]
     fn encode_rare(&self, fields: SampleType, out: &mut impl RecordSink) {
         if fields.contains(SampleType::BRANCH_STACK) {

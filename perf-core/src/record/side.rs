@@ -14,8 +14,8 @@ const COMM_MAX: usize = 16;
 /// Maximum size of a path in MMAP records in bytes, including its terminating NUL (`PATH_MAX`).
 const PATH_MAX: usize = 4096;
 
-/// Returns the encoded size of `text` up to its first NUL, NUL-terminated and padded to a multiple
-/// of 8 bytes.
+/// Returns the encoded size of `text` in bytes: the text before the first NUL, a NUL, and padding
+/// to a multiple of 8 bytes.
 fn text_size(text: &[u8]) -> usize {
     (until_nul(text).len() + 1).next_multiple_of(8)
 }
@@ -31,7 +31,7 @@ fn put_text(out: &mut impl RecordSink, text: &[u8]) {
 pub struct LostRecord {
     /// ID of the event that owns the ring.
     pub id: u64,
-    /// Number of lost records.
+    /// Number of records that were lost.
     pub lost: u64,
     /// Trailer of the record.
     pub sample_id: SampleId,
@@ -70,11 +70,11 @@ pub struct ThrottleRecord {
     /// `true` for THROTTLE (overflows suppressed), `false` for UNTHROTTLE (overflows allowed
     /// again).
     pub throttled: bool,
-    /// Time in nanoseconds.
+    /// Time of the record, in nanoseconds.
     pub time_ns: u64,
-    /// ID of the opened event.
+    /// ID of the opened event. For an inherited event, the ID of the parent.
     pub id: u64,
-    /// ID of the event itself.
+    /// ID of the throttled event. For an inherited event, the ID of the child.
     pub stream_id: u64,
     /// Trailer of the record.
     pub sample_id: SampleId,
@@ -119,20 +119,20 @@ impl ThrottleRecord {
     }
 }
 
-/// `PERF_RECORD_FORK` or `PERF_RECORD_EXIT`: the addition or exit of a vCPU.
+/// `PERF_RECORD_FORK` or `PERF_RECORD_EXIT`: the addition or removal of a vCPU.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct TaskRecord {
-    /// `true` for FORK (added), `false` for EXIT.
+    /// `true` for FORK (the vCPU was added), `false` for EXIT (the vCPU was removed).
     pub fork: bool,
     /// Process ID of the vCPU's VM.
     pub pid: u32,
-    /// Parent process ID.
+    /// Process ID of the parent task.
     pub ppid: u32,
     /// Thread ID of the vCPU.
     pub tid: u32,
-    /// Parent thread ID.
+    /// Thread ID of the parent task.
     pub ptid: u32,
-    /// Time in nanoseconds.
+    /// Time of the record, in nanoseconds.
     pub time_ns: u64,
     /// Trailer of the record.
     pub sample_id: SampleId,
@@ -183,7 +183,7 @@ impl TaskRecord {
 /// vCPU and the time.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct SwitchRecord {
-    /// `true` if the context was scheduled out.
+    /// `true` if the context was scheduled out, `false` if it was scheduled in.
     pub out: bool,
     /// Trailer of the record.
     pub sample_id: SampleId,
@@ -218,14 +218,14 @@ impl SwitchRecord {
     }
 }
 
-/// `PERF_RECORD_READ`: final values of an inherited event on a vCPU that exits.
+/// `PERF_RECORD_READ`: final values of an inherited event on a vCPU that was removed.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct ReadRecord<'a> {
     /// Process ID of the VM.
     pub pid: u32,
     /// Thread ID of the vCPU.
     pub tid: u32,
-    /// Final values.
+    /// Final count and times of the event on this vCPU.
     pub values: ReadValues<'a>,
     /// Trailer of the record.
     pub sample_id: SampleId,
@@ -270,7 +270,7 @@ pub struct CommRecord<'a> {
     pub pid: u32,
     /// Thread ID of the vCPU.
     pub tid: u32,
-    /// Name. At most 15 bytes, up to the first NUL, are written.
+    /// Name of the vCPU or VM. At most 15 bytes, up to the first NUL, are encoded.
     pub name: &'a [u8],
     /// Trailer of the record.
     pub sample_id: SampleId,
@@ -310,7 +310,7 @@ impl<'a> CommRecord<'a> {
     }
 }
 
-/// Returns the part of a mapping name that is written to an MMAP record, without padding.
+/// Returns the part of a mapping's name that an MMAP record contains, without padding.
 fn mapping_name(name: &[u8]) -> &[u8] {
     match until_nul(name) {
         name if name.len() < PATH_MAX => name,
@@ -327,9 +327,9 @@ pub struct MmapRecord<'a> {
     pub pid: u32,
     /// Thread ID of the vCPU.
     pub tid: u32,
-    /// Start address.
+    /// Start address of the mapping.
     pub start: u64,
-    /// Length in bytes.
+    /// Length of the mapping, in bytes.
     pub len: u64,
     /// Offset of the mapping in its file, in bytes.
     pub pgoff: u64,

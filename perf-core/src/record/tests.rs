@@ -25,13 +25,13 @@ fn decode(bytes: &[u8], format: RecordFormat) -> Result<DecodedRecord<'_>, Decod
     DecodedRecord::decode(RawRecord::new(bytes).expect("one record"), format)
 }
 
-/// Returns the words of `bytes`.
+/// Returns the 64-bit words in `bytes`.
 fn words(bytes: &[u8]) -> Vec<u64> {
     let (words, _) = bytes.as_chunks();
     words.iter().map(|&word| u64::from_ne_bytes(word)).collect()
 }
 
-/// Creates an entry of read values.
+/// Creates an entry of read values with the given value.
 fn entry((value, id, lost): (u64, u64, u64)) -> ReadEntry {
     ReadEntry { value, id, lost }
 }
@@ -279,7 +279,7 @@ fn encoded_id(format: RecordFormat) -> Vec<u8> {
     there.flat_map(|(_, word)| word.to_ne_bytes()).collect()
 }
 
-/// Returns the expected result of decoding [`ID`]: fields that `format` lacks are 0.
+/// Returns the expected result of decoding the trailer [`ID`]: fields that `format` lacks are 0.
 fn told(format: RecordFormat) -> SampleId {
     let has = |fields| format.sample_id_all && format.sample_type.intersects(fields);
     let or_0 = |fields, value| if has(fields) { value } else { 0 };
@@ -317,7 +317,8 @@ fn sample_fields_are_in_abi_order() {
     assert_eq!(words(&bytes), expected);
 }
 
-/// A sample without a user context has no registers and an empty stack.
+/// The fields of a sample without a user context take sixteen bytes: no registers and an empty
+/// stack.
 #[test]
 fn sample_without_user_context_takes_sixteen_bytes() {
     let format = RecordFormat::of_samples(SampleType::REGS_USER | SampleType::STACK_USER);

@@ -1,4 +1,4 @@
-//! The memory of a ring: its memfd and mappings.
+//! The memory of a ring: a memfd and its mappings in this process.
 #![expect(unsafe_code, reason = "memory shared with other processes")]
 
 use std::io::{Error, Result};
@@ -10,15 +10,16 @@ use super::page::ControlPage;
 /// Page size on x86-64, the only supported architecture, in bytes.
 pub const PAGE_SIZE: usize = 4096;
 
-/// Access modes of the control page and the data pages.
+/// Access modes with which the control page and the data pages are mapped.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct MappingAccess {
     pub(super) control_writable: bool,
     pub(super) data_writable: bool,
 }
 
-/// A mapped control page and its data pages. If `mirrored`, the data pages are mapped twice in a
-/// row, so that a record that wraps is contiguous in memory.
+/// The mapped control page and data pages of a ring. If `mirrored` is set, the data pages are
+/// mapped twice in a row, so that a record that wraps at the end of the ring is contiguous in
+/// memory.
 pub(super) struct Mapping {
     base: NonNull<u8>,
     len: usize,
@@ -40,7 +41,8 @@ fn check(result: libc::c_int) -> Result<libc::c_int> {
     }
 }
 
-/// Creates a memfd of `len` bytes with a sealed size, so that a mapping of it never faults.
+/// Creates a memfd of `len` bytes with a sealed size. A mapping of the memfd never faults, because
+/// nobody can shrink the file.
 pub(super) fn sealed_memfd(len: usize) -> Result<OwnedFd> {
     // SAFETY: the name is a valid C string, and the result is checked.
     let fd = check(unsafe {
@@ -61,8 +63,9 @@ const F_SETSIG: libc::c_int = 10;
 
 /// Reopens the memfd.
 ///
-/// The kernel does not count the original file descriptor of `memfd_create(2)` as an open of the
-/// file. It counts the reopened one, as long as any copy or mapping of it exists.
+/// The kernel does not count the file descriptor that `memfd_create(2)` returns as a user of the
+/// file. It counts the reopened file descriptor as long as any copy or mapping of this file
+/// descriptor exists.
 pub(super) fn reopened(fd: BorrowedFd<'_>) -> Result<OwnedFd> {
     let path = std::ffi::CString::new(format!("/proc/self/fd/{}", fd.as_raw_fd()))?;
     // SAFETY: the path is a valid C string, and the result is checked.
@@ -77,8 +80,8 @@ pub(super) fn reopened(fd: BorrowedFd<'_>) -> Result<OwnedFd> {
 }
 
 /// Returns `true` if the file is open or mapped other than through `fd`. Requires that `fd` is the
-/// result of [`reopened`] and was not duplicated. The kernel grants a write lease only to the sole
-/// user of a file.
+/// result of [`reopened`] and was not duplicated. Tries to take a write lease, which the kernel
+/// grants only to the sole user of a file.
 pub(super) fn is_open_elsewhere(fd: BorrowedFd<'_>) -> Result<bool> {
     let lease = |kind: libc::c_int| {
         // SAFETY: F_SETLEASE takes the lease type by value.
@@ -102,7 +105,7 @@ pub(super) fn seals(fd: BorrowedFd<'_>) -> Result<libc::c_int> {
     check(unsafe { libc::fcntl(fd.as_raw_fd(), libc::F_GET_SEALS) })
 }
 
-/// Returns the size of the file behind `fd`, in bytes.
+/// Returns the size of the file that `fd` refers to, in bytes.
 pub(super) fn file_size(fd: BorrowedFd<'_>) -> Result<u64> {
     let mut stat = std::mem::MaybeUninit::<libc::stat>::uninit();
     // SAFETY: the pointer is valid for a `stat`, which the call fills on success.
@@ -152,7 +155,8 @@ impl Mapping {
         Ok(mapping)
     }
 
-    /// Maps a kernel ring. It cannot be mirrored, because the kernel maps it only from offset 0.
+    /// Maps the ring of a kernel perf event. The mapping cannot be mirrored, because the kernel
+    /// maps such a ring only from offset 0.
     pub(super) fn perf(fd: BorrowedFd<'_>, data_size: usize) -> Result<Self> {
         let len = PAGE_SIZE + data_size;
         // SAFETY: a new mapping at an address chosen by the kernel replaces nothing.
@@ -212,7 +216,7 @@ impl Mapping {
         unsafe { self.base.cast::<ControlPage>().as_ref() }
     }
 
-    /// Returns the address of the data area.
+    /// Returns the address of the first data page.
     #[inline]
     pub(super) fn data(&self) -> *mut u8 {
         // SAFETY: the mapping is longer than a page, or (without data pages) this is one past its
@@ -266,7 +270,7 @@ mod tests {
         assert_eq!(signal, libc::SIGURG);
     }
 
-    /// Returns the number of mappings of the file in this process.
+    /// Returns the number of mappings of the memfd in this process.
     fn mapping_count(fd: &OwnedFd) -> usize {
         use std::os::unix::fs::MetadataExt;
         let inode = std::fs::File::from(fd.try_clone().unwrap())
@@ -279,8 +283,8 @@ mod tests {
         maps.lines().filter(is).count()
     }
 
-    /// Dropped rings are unmapped. Rings are created and dropped with clients, so leaked mappings
-    /// would accumulate until the VM exits.
+    /// Dropping a ring unmaps its memory. Rings are created and dropped with clients, so mappings
+    /// that remain would accumulate until the VM exits.
     #[test]
     fn dropped_rings_are_unmapped() {
         let memory = sealed_memfd(2 * PAGE_SIZE).unwrap();

@@ -63,13 +63,13 @@ pub(crate) use wake::borrowed;
 pub const DATA_PAGES_MAX: usize = 1 << 16;
 /// Maximum size of a record in bytes, which is the largest multiple of 8 that fits a `u16`.
 pub const RECORD_SIZE_MAX: usize = u16::MAX as usize & !7;
-/// Size of a LOST record without a trailer, in bytes: header, ID and count.
+/// Size of a LOST record without its trailer, in bytes: header, ID and count.
 const LOST_SIZE: usize = 24;
 /// Maximum size of a LOST record's trailer, in bytes: six words.
 const TRAILER_MAX: usize = 48;
 const LOST_TYPE: u32 = 2;
 
-/// The behavior of a full ring.
+/// The behavior of a ring that is full.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum RingMode {
     /// The reader maps the control page writable and advances `data_tail`. Unread bytes are never
@@ -84,7 +84,8 @@ pub enum RingMode {
 
 /// The trailer of a LOST record, for events that append a trailer to all records (`sample_id_all`).
 ///
-/// The ring writes LOST records itself, so each writer passes the trailer along with its record.
+/// The ring writes LOST records itself, with the trailer that the next writer passes with its own
+/// record.
 #[derive(Clone, Copy, Debug)]
 pub struct LostTrailer {
     bytes: [u8; TRAILER_MAX],
@@ -98,7 +99,7 @@ impl LostTrailer {
         len: 0,
     };
 
-    /// Appends a word. Words after the sixth are discarded.
+    /// Appends an 8-byte word to the trailer. Words after the sixth are discarded.
     #[inline]
     pub fn put_u64(&mut self, value: u64) {
         if let Some(room) = self.bytes.get_mut(self.len..self.len + 8) {
@@ -107,7 +108,7 @@ impl LostTrailer {
         }
     }
 
-    /// Returns the bytes of the words appended so far.
+    /// Returns the bytes of the trailer.
     pub fn bytes(&self) -> &[u8] {
         &self.bytes[..self.len]
     }
@@ -124,21 +125,21 @@ pub enum RingError {
         /// Requested number of data pages.
         pages: usize,
     },
-    /// The ring has only a control page, so records cannot be written.
+    /// The ring has no data pages, so records cannot be written to it.
     #[error("the ring has no data pages")]
     NoData,
-    /// The size is less than a header (8 bytes) or not a multiple of 8.
+    /// The size of a record is less than a header (8 bytes) or not a multiple of 8.
     #[error("record of {size} bytes: must be a multiple of 8 and at least 8")]
     Size {
-        /// Requested size, in bytes.
+        /// Requested size of the record, in bytes.
         size: usize,
     },
     /// The record is too large for the ring and can never fit.
     #[error("record of {size} bytes: must be at most {limit} bytes in this ring")]
     TooLarge {
-        /// Requested size, in bytes.
+        /// Requested size of the record, in bytes.
         size: usize,
-        /// Maximum size, in bytes.
+        /// Maximum size of a record in this ring, in bytes.
         limit: usize,
     },
     /// The ring is full (`ENOSPC`). The lost record was counted and will be reported by a LOST
@@ -148,15 +149,15 @@ pub enum RingError {
     /// A system call failed.
     #[error("{what} failed")]
     Os {
-        /// Name of the system call.
+        /// Name of the system call that failed.
         what: &'static str,
-        /// Error of the system call.
+        /// Error that the system call returned.
         #[source]
         source: std::io::Error,
     },
 }
 
-/// A ring for its writers, shared (`Arc`) by all events that write to it.
+/// The writers' view of a ring. All events that write to the ring share it (`Arc`).
 pub struct Ring {
     protocol: Protocol<AtomicU64>,
     mapping: Mapping,
@@ -168,20 +169,20 @@ pub struct Ring {
     wake: wake::ReaderNotifier,
     mode: RingMode,
     memfd: OwnedFd,
-    /// Account to which the memory is charged. Declared last, so that it is dropped after the
+    /// Charge for the memory of the ring. The last field, so that the charge is dropped after the
     /// memory.
     charge: OnceLock<Box<dyn Any + Send + Sync>>,
 }
 
-/// A watch on the memory of a ring that reports, after the [`Ring`] was dropped, whether another
-/// process still uses it.
+/// A handle with which to check, after the [`Ring`] was dropped, whether another process still uses
+/// the ring's memory.
 #[derive(Debug)]
 pub(crate) struct MemoryWatch {
     own: OwnedFd,
 }
 
 impl MemoryWatch {
-    /// Returns `true` if any process has the memory open or mapped. Queries the kernel.
+    /// Returns `true` if any process has the ring's memory open or mapped. Takes system calls.
     pub(crate) fn is_in_use(&self) -> bool {
         mapping::is_open_elsewhere(self.own.as_fd()).unwrap_or_else(|e| {
             log::debug!("cannot tell whether a ring's memory is in use: {e}");
@@ -325,19 +326,18 @@ impl Ring {
         self.protocol.pending_lost()
     }
 
-    /// Returns a position up to which records are published. While several writers publish, the
-    /// result may lag behind the latest published position.
+    /// Returns a position up to which all records are visible to readers. While several writers
+    /// publish records, the result may lag behind.
     pub fn published(&self) -> u64 {
         self.protocol.published()
     }
 
-    /// Holds `charge` for the lifetime of the ring in this process. Only the first call has an
-    /// effect.
+    /// Keeps `charge` until the ring is dropped in this process. Only the first call has an effect.
     pub(crate) fn keep(&self, charge: Box<dyn Any + Send + Sync>) {
         let _ = self.charge.set(charge);
     }
 
-    /// Returns a watch that detects use of the memory after the ring itself is dropped.
+    /// Returns a handle that detects whether the memory is still in use after the ring is dropped.
     ///
     /// # Errors
     ///
@@ -368,24 +368,24 @@ impl Ring {
         self.wake.fd()
     }
 
-    /// Takes the poll state. Each notification is returned once, and later notifications are
-    /// preserved.
+    /// Returns and clears the poll state of the ring. Each notification is returned once.
     pub fn take_poll(&self) -> PollState {
         self.wake.take()
     }
 
-    /// Notifies the reader without a record, for an overflow of an event that has no data pages or
-    /// no free space.
+    /// Notifies the reader without a record, for an overflow whose sample cannot be written because
+    /// the ring has no data pages or no free space.
     pub fn notify(&self) {
         self.wake.notify();
     }
 
-    /// Signals the end of the ring to the reader. The signal persists until it is read.
+    /// Reports a hang-up to the reader: no more records will follow. The report persists until it
+    /// is read.
     pub fn hang_up(&self) {
         self.wake.hang_up();
     }
 
-    /// Returns a writer for the counter fields of the control page.
+    /// Returns a writer for the counter fields of the ring's control page.
     pub fn control(&self) -> ControlPageWriter<'_> {
         ControlPageWriter {
             page: self.mapping.control(),
@@ -418,7 +418,8 @@ impl Ring {
         self.paused.store(on, Relaxed);
     }
 
-    /// Reserves a record of `size` bytes, including its header. Samples count for `wakeup_events`.
+    /// Reserves space for a record of `size` bytes, including its header. `is_sample` is set for a
+    /// sample, which counts for `wakeup_events`.
     ///
     /// The record is published after the returned guard is dropped, together with the records begun
     /// before it. A signal handler may call this method, but must preserve `errno`, because a
@@ -428,14 +429,14 @@ impl Ring {
     ///
     /// Returns [`RingError::Full`] if the ring is full or paused. The loss is counted for the next
     /// LOST record. Returns [`RingError::Size`], [`RingError::TooLarge`] or [`RingError::NoData`]
-    /// if the record can never be written. Such records are not counted.
+    /// if the record can never be written. These failures are not counted as losses.
     #[inline]
     pub fn begin(&self, size: usize, is_sample: bool) -> Result<RecordReservation<'_>, RingError> {
         self.begin_with(size, is_sample, &LostTrailer::NONE)
     }
 
-    /// Reserves a record as [`begin`](Self::begin) does, for a writer whose LOST records end with
-    /// `trailer`. The maximum record size is reduced by the size of the trailer.
+    /// Reserves space for a record as [`begin`](Self::begin) does, for a writer whose LOST records
+    /// end with `trailer`. The maximum record size is reduced by the size of the trailer.
     ///
     /// # Errors
     ///
@@ -466,24 +467,24 @@ impl Ring {
         })
     }
 
-    /// Reserves `bytes` for several records, `samples` of which are samples.
+    /// Reserves `bytes` bytes for several records, of which `samples` are samples.
     ///
     /// The records are reserved and published together, so two threads that write to the same ring
     /// contend only once for all of them. As with [`begin`](Self::begin), reservations must nest,
-    /// and records that are begun later are not published while the reservation exists.
+    /// and later records are not published while the reservation exists.
     ///
     /// # Errors
     ///
     /// Returns [`RingError::Full`] if the records do not fit together. This is *not* counted as a
-    /// loss, because some may fit separately: the caller retries each with `begin`, which counts
-    /// losses. Returns [`RingError::Size`], [`RingError::TooLarge`] (above
+    /// loss, because some of the records may still fit: the caller retries each record with
+    /// `begin`, which counts losses. Returns [`RingError::Size`], [`RingError::TooLarge`] (above
     /// [`batch_max`](Self::batch_max)) and [`RingError::NoData`] as for a single record.
     pub fn begin_batch(&self, bytes: usize, samples: u64) -> Result<BatchReservation<'_>, RingError> {
         self.begin_batch_with(bytes, samples, &LostTrailer::NONE)
     }
 
-    /// Reserves several records as [`begin_batch`](Self::begin_batch) does, for a writer whose LOST
-    /// records end with `trailer`.
+    /// Reserves space for several records as [`begin_batch`](Self::begin_batch) does, for a writer
+    /// whose LOST records end with `trailer`.
     ///
     /// # Errors
     ///
@@ -515,8 +516,8 @@ impl Ring {
     }
 
     /// Reserves `size` bytes for `records` records, preceded by a LOST record if losses are
-    /// pending, and returns their position. If the reservation fails, counts the `records` records
-    /// as lost.
+    /// pending, and returns the reserved range. If the reservation fails, counts the `records`
+    /// records as lost.
     #[inline]
     #[expect(
         clippy::cast_possible_truncation,
@@ -577,8 +578,8 @@ impl Ring {
         }
     }
 
-    /// Counts `lost` records as lost after a failed reservation: the rejected records, and the
-    /// earlier losses that the LOST record would have reported.
+    /// Counts `lost` records as lost after a failed reservation. This number includes earlier
+    /// losses that the rejected LOST record would have reported.
     #[cold]
     fn count_refused(&self, lost: u64) -> RingError {
         if lost != 0 {
@@ -588,12 +589,13 @@ impl Ring {
     }
 }
 
-/// A reserved record, filled with [`put`](Self::put) and completed when dropped.
+/// Reserved space for one record, which is filled with [`put`](Self::put) and completed when this
+/// guard is dropped.
 ///
-/// A reservation stays on its thread. Reservations must nest: a signal handler drops those that it
-/// begins. While a reservation exists, later records are not published, so the owner must not
-/// perform slow work before it drops the reservation. Leaking it (`std::mem::forget`) stops
-/// publication permanently, without further harm.
+/// Reservations cannot move to another thread and must nest: a signal handler drops the
+/// reservations that it begins. While a reservation exists, later records are not published, so the
+/// owner must not perform slow work before it drops the reservation. If a reservation is leaked
+/// (`std::mem::forget`), no more records are published.
 #[must_use = "dropping a reservation ends its record"]
 #[derive(Debug)]
 pub struct RecordReservation<'a> {
@@ -637,7 +639,7 @@ impl RecordReservation<'_> {
         self.left -= 8;
     }
 
-    /// Returns the number of reserved bytes that are not yet written.
+    /// Returns the number of reserved bytes that have not been written yet.
     pub fn left(&self) -> usize {
         self.left
     }
@@ -717,7 +719,7 @@ impl BatchReservation<'_> {
         })
     }
 
-    /// Returns the number of unused bytes.
+    /// Returns the number of reserved bytes that no record uses yet.
     pub fn left(&self) -> usize {
         self.left
     }

@@ -12,17 +12,17 @@ use std::sync::atomic::Ordering::{Acquire, Relaxed, Release};
 
 use super::protocol::{Claim, Protocol, RingGeometry, SharedWords};
 
-/// Default size of the modelled ring, in units of 8 bytes.
+/// Default size of the modelled ring's data area, in units of 8 bytes.
 const UNITS: usize = 8;
 
 struct Ring {
     protocol: Protocol<AtomicU64>,
     head: AtomicU64,
     tail: AtomicU64,
-    /// Data area. loom fails the model if one thread reads a unit while another thread may write
-    /// the unit.
+    /// Data area of the ring. The model fails if one thread may read a unit while another thread
+    /// writes it.
     data: Vec<UnsafeCell<u64>>,
-    /// Head at the latest notification.
+    /// Position of the head at the latest notification of the reader.
     notified: AtomicU64,
 }
 
@@ -65,13 +65,14 @@ impl Ring {
         claim
     }
 
-    /// Fills a claim with one record: the first unit holds the record's length in units, and all
-    /// others hold `tag`.
+    /// Fills a claim (a reserved range) with one record. The first unit contains the record's
+    /// length in units, and all other units contain `tag`.
     fn fill(&self, claim: &Claim, tag: u64) {
         self.fill_part(claim.start, (claim.end - claim.start) / 8, tag);
     }
 
-    /// Fills a record of `units` units at `start`, in a claim that holds several records.
+    /// Fills a record of `units` units at position `start`, in a claim that contains several
+    /// records.
     fn fill_part(&self, start: u64, units: u64, tag: u64) {
         let first = start / 8;
         for unit in first..first + units {
@@ -97,13 +98,17 @@ impl Ring {
         true
     }
 
-    /// Reads whole records up to the head and returns their number. Panics on a partial record.
+    /// Reads whole records up to the head and returns their number.
+    ///
+    /// # Panics
+    ///
+    /// Panics if a record is incomplete.
     fn read(&self) -> usize {
         self.read_tagged(0).0
     }
 
-    /// Reads whole records as `read` does and returns their number and the number of those with tag
-    /// `wanted`.
+    /// Reads whole records as `read` does and returns the number of all records and the number of
+    /// records with tag `wanted`.
     fn read_tagged(&self, wanted: u64) -> (usize, usize) {
         let head = self.head.load(Acquire);
         let mut tail = self.tail.load(Relaxed);
@@ -252,8 +257,9 @@ fn p29_space_is_reused_only_after_the_reader_gave_it_back_and_the_head_never_goe
     });
 }
 
-/// Writes as `Ring::begin` does: pending losses are reported with the record or restored. Returns
-/// the number of written records and of reported losses.
+/// Writes a record as `Ring::begin` does, together with the pending losses. If the ring is full,
+/// counts the record as lost and keeps the pending losses. Returns the number of written records
+/// and the number of losses reported.
 fn attempt(ring: &Ring, tag: u64) -> (u64, u64) {
     let lost = ring.protocol.take_lost();
     match ring.protocol.reserve(&ring.shared(), 32, 0) {

@@ -1,4 +1,4 @@
-//! The control page: `struct perf_event_mmap_page` of `linux/perf_event.h`, field by field.
+//! The control page of a ring (`struct perf_event_mmap_page` of `linux/perf_event.h`).
 //!
 //! Every field is an atomic, because the page is shared with other processes. Values written by
 //! these processes are never trusted (see the module documentation of [`super`]).
@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicBool, AtomicI64, AtomicU16, AtomicU32, AtomicU64, 
 /// Bit `cap_bit0_is_deprecated` of `capabilities`, so that readers do not mistake bit 0 for
 /// `cap_user_rdpmc`.
 const CAP_BIT0_IS_DEPRECATED: u64 = 1 << 1;
-/// Value of the `size` field: number of bytes before the reserved gap of the page.
+/// Value of the control page's `size` field: number of bytes before the reserved words.
 const DEFINED_BYTES: u32 = 96;
 
 /// Number of equal sections of an overwrite ring. For each section, the control page locates a
@@ -37,9 +37,9 @@ pub(super) struct ControlPage {
     time_cycles: AtomicU64,
     time_mask: AtomicU64,
     reserved: [AtomicU64; 116 - PARTS],
-    /// Extension of the kernel's layout, in its reserved words: for each of the [`PARTS`] sections
-    /// of an overwrite ring, the first position in it at which a record begins. An entry is
-    /// outdated if no record has updated it during the writers' last pass through the ring.
+    /// For each of the [`PARTS`] sections of an overwrite ring, the first position in the section
+    /// at which a record begins. Extends the kernel's layout in its reserved words. An entry is
+    /// outdated if no record began in its section during the writers' last pass through the ring.
     record_starts: [AtomicU64; PARTS],
     pub(super) data_head: AtomicU64,
     pub(super) data_tail: AtomicU64,
@@ -47,7 +47,7 @@ pub(super) struct ControlPage {
     pub(super) data_size: AtomicU64,
 }
 
-/// The counter fields of the control page.
+/// The counter fields of the control page: index, offset and times.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct ControlPageCounter {
     /// Hardware counter index plus one; 0 if the counter is not active, in which case `offset` is
@@ -55,9 +55,9 @@ pub struct ControlPageCounter {
     pub index: u32,
     /// Value to add to the hardware counter, or the whole count.
     pub offset: i64,
-    /// Time enabled in nanoseconds, including exited and live children.
+    /// Time enabled of the event in nanoseconds, including exited and live children.
     pub time_enabled_ns: u64,
-    /// Time running in nanoseconds, including children.
+    /// Time running of the event in nanoseconds, including exited and live children.
     pub time_running_ns: u64,
 }
 
@@ -66,8 +66,8 @@ pub struct ControlPageCounter {
 #[error("another thread, or the code that this thread interrupted, is updating the control page")]
 pub struct ControlPageBusy;
 
-/// A writer for the counter fields of the control page. Updates [`ControlPageCounter`] under the
-/// sequence lock of the page.
+/// A writer for the counter fields of the control page, which are protected by the sequence lock of
+/// the page.
 pub struct ControlPageWriter<'a> {
     pub(super) page: &'a ControlPage,
     pub(super) busy: &'a AtomicBool,
@@ -90,8 +90,8 @@ impl ControlPage {
         self.data_head.store(start, Release);
     }
 
-    /// Notes that a record occupies positions `start` to `end` of a ring of `size` bytes. The next
-    /// record begins at `end`.
+    /// Records in the control page that a record occupies the positions `start` to `end` of a ring
+    /// of `size` bytes. The next record begins at `end`.
     #[inline(never)]
     pub(super) fn note_record(&self, start: u64, end: u64, size: u64) {
         let part = |position: u64| position / (size / PARTS as u64);
@@ -103,7 +103,7 @@ impl ControlPage {
     }
 
     /// Returns the position of the oldest known record that begins at most `distance` bytes below
-    /// `head`, or `head` if there is none.
+    /// `head`, or `head` if there is no such record.
     pub(super) fn oldest_record(&self, head: u64, distance: u64) -> u64 {
         let starts = self.record_starts.iter().map(|start| start.load(Relaxed));
         starts
@@ -145,10 +145,10 @@ impl ControlPageWriter<'_> {
     ///
     /// # Errors
     ///
-    /// Returns [`ControlPageBusy`] if an update is in progress. Updates of one event are made under
-    /// its context's lock, so this can only happen in a signal handler that interrupted an update.
-    /// The interrupted update then writes older values, and the handler must request another
-    /// update.
+    /// Returns [`ControlPageBusy`] if an update is in progress. All updates for an event are made
+    /// under the lock of its context, so this error only occurs in a signal handler that
+    /// interrupted an update. The interrupted update then writes older values, so the handler must
+    /// request another update.
     pub fn update(&self, counter: ControlPageCounter) -> Result<(), ControlPageBusy> {
         // Acquire: pairs with the Release store below, so updates are sequential.
         if self.busy.swap(true, Acquire) {

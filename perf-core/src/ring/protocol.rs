@@ -50,8 +50,8 @@ use std::sync::atomic::Ordering::{Acquire, Relaxed, Release};
 
 use super::word::AtomicWord;
 
-/// Width of the head in the state word (2^47 units of 8 bytes, or 1 PiB). Callers see positions
-/// widened to 64 bits.
+/// Width of the head position in the state word, in bits (2^47 units of 8 bytes, or 1 PiB). Callers
+/// see positions that are extended to 64 bits.
 const HEAD_BITS: u32 = 47;
 const HEAD_MASK: u64 = (1 << HEAD_BITS) - 1;
 const PARITY: u64 = 1 << HEAD_BITS;
@@ -59,7 +59,7 @@ const CURRENT_SHIFT: u32 = 48;
 const CURRENT_ONE: u64 = 1 << CURRENT_SHIFT;
 const OLD_SHIFT: u32 = 56;
 const OLD_ONE: u64 = 1 << OLD_SHIFT;
-/// Maximum number of records in flight in one generation.
+/// Maximum number of writers in one generation, that is, of records being written.
 const WRITERS_MAX: u64 = 0xff;
 
 #[derive(Clone, Copy)]
@@ -78,11 +78,12 @@ impl ProtocolState {
     fn old(self) -> u64 {
         self.0 >> OLD_SHIFT
     }
-    /// Returns the state with one more writer and with the head advanced by `units` of 8 bytes.
+    /// Returns this state with one more writer, and with the head advanced by `units` units of 8
+    /// bytes.
     fn with_writer(self, units: u64) -> u64 {
         ((self.0 & !HEAD_MASK) | ((self.head() + units) & HEAD_MASK)) + CURRENT_ONE
     }
-    /// Returns the state after the current generation was closed: its writers are in the old
+    /// Returns this state after the current generation is closed: its writers become the old
     /// generation, and the new current generation has no writers.
     fn closed(self) -> u64 {
         (self.current() << OLD_SHIFT) | (self.parity() ^ PARITY) | self.head()
@@ -93,11 +94,11 @@ impl ProtocolState {
 #[repr(align(128))]
 pub(super) struct CacheAligned<T>(pub(super) T);
 
-/// Words that change twice per record: when the record begins and when it ends.
+/// Words of the protocol that change twice per record: when it begins and when it ends.
 struct HotWords<W> {
     state: W,
-    /// Boundary of the old generation. The writer that closes the generation writes it while still
-    /// a member.
+    /// Boundary of the old generation: the head position when the generation was closed. The writer
+    /// that closes the generation sets this word before it leaves the generation.
     boundary: W,
     /// `data_head` as last published. Equals the head while there is no writer.
     published: W,
@@ -107,32 +108,32 @@ struct HotWords<W> {
     tail: W,
 }
 
-/// Words that are rarely written.
+/// Words of the protocol that rarely change.
 struct ColdWords<W> {
     /// Number of failed reservations since the last LOST record.
     lost: W,
-    /// Bytes between wakeups.
+    /// Number of bytes between wakeups of the reader.
     watermark: W,
-    /// Samples between wakeups; 0 disables wakeups by count.
+    /// Number of samples between wakeups of the reader. 0 disables wakeups by samples.
     wakeup_events: W,
-    /// Position at which the watermark was last crossed.
+    /// Position in the ring at which the watermark was last reached.
     last_crossing: W,
 }
 
-/// Words that are written only by samples (if wakeups are counted in samples) and by records that
-/// must wake the reader.
+/// Words of the protocol that change only for samples, if wakeups are counted in samples, and for
+/// records that wake the reader.
 struct WakeWords<W> {
     samples: W,
     /// Highest end position of a record that must wake the reader, or 0 if there is none.
     due: W,
 }
 
-/// The geometry of a ring.
+/// Size and mode of a ring.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct RingGeometry {
     /// Size of the data area in bytes, a power of two.
     pub(super) size: u64,
-    /// Set if `data_tail` is ignored.
+    /// `true` for an overwrite ring, in which writers ignore `data_tail`.
     pub(super) overwrite: bool,
 }
 
@@ -154,16 +155,16 @@ impl RingGeometry {
 /// A reserved range of the ring.
 #[derive(Debug)]
 pub(super) struct Claim {
-    /// Position of the first byte.
+    /// Position of the first reserved byte.
     pub(super) start: u64,
-    /// Position after the last byte.
+    /// Position after the last reserved byte.
     pub(super) end: u64,
     parity: u64,
     /// Set if the reader must be woken when the range is published.
     wake: bool,
 }
 
-/// The two control page words that the protocol uses.
+/// The two words of the control page that the protocol uses: `data_head` and `data_tail`.
 pub(super) struct SharedWords<'a, W> {
     pub(super) data_head: &'a W,
     pub(super) data_tail: &'a W,
@@ -201,7 +202,8 @@ impl<W: AtomicWord> Protocol<W> {
         }
     }
 
-    /// Sets the number of bytes and of samples between wakeups (0 disables wakeups by count).
+    /// Sets the number of bytes and the number of samples between wakeups of the reader. 0 samples
+    /// disable wakeups by samples.
     pub(super) fn set_wakeup(&self, watermark: u64, events: u64) {
         self.cold.0.watermark.store(watermark, Relaxed);
         self.cold.0.wakeup_events.store(events, Relaxed);
@@ -212,7 +214,7 @@ impl<W: AtomicWord> Protocol<W> {
         self.cold.0.lost.load(Relaxed)
     }
 
-    /// Takes the number of losses that the next record must report.
+    /// Returns the number of losses that the next record must report, and resets it to 0.
     #[inline]
     pub(super) fn take_lost(&self) -> u64 {
         // A plain load first, so that writers can share the cache line as long as no record is
@@ -224,12 +226,12 @@ impl<W: AtomicWord> Protocol<W> {
         }
     }
 
-    /// Counts `n` failed reservations.
+    /// Adds `n` to the number of losses that the next record must report.
     pub(super) fn add_lost(&self, n: u64) {
         self.cold.0.lost.fetch_add(n, Relaxed);
     }
 
-    /// Returns a position below which everything is published.
+    /// Returns a position below which all records are visible to readers.
     pub(super) fn published(&self) -> u64 {
         self.hot.0.published.load(Acquire)
     }
@@ -309,8 +311,8 @@ impl<W: AtomicWord> Protocol<W> {
         }
     }
 
-    /// Returns `true` if the records up to `end`, with `samples` samples in them, must wake the
-    /// reader.
+    /// Returns `true` if a reservation that ends at `end` and contains `samples` samples must wake
+    /// the reader.
     #[inline]
     fn wake_due(&self, end: u64, samples: u64) -> bool {
         let cold = &self.cold.0;
@@ -331,8 +333,8 @@ impl<W: AtomicWord> Protocol<W> {
         due
     }
 
-    /// Ends the record of `claim` after all its bytes are written. Returns `true` if the reader
-    /// must be notified.
+    /// Ends the claim `claim`, after all its bytes are written. Returns `true` if the reader must
+    /// be notified.
     #[inline]
     pub(super) fn end(&self, shared: &SharedWords<'_, W>, claim: Claim) -> bool {
         let hot = &self.hot.0;
@@ -407,7 +409,8 @@ impl<W: AtomicWord> Protocol<W> {
         }
     }
 
-    /// Returns `true` if so many bytes are unpublished that the writer must close the generation.
+    /// Returns `true` if an ending writer must close the generation because too many bytes are
+    /// unpublished.
     #[inline]
     fn must_close_generation(&self, state: ProtocolState) -> bool {
         let unpublished =
@@ -415,7 +418,7 @@ impl<W: AtomicWord> Protocol<W> {
         unpublished >= self.shape.close_at()
     }
 
-    /// Makes everything below `to` visible to readers.
+    /// Makes all records below position `to` visible to readers.
     #[inline]
     fn publish(&self, shared: &SharedWords<'_, W>, to: u64) {
         // Checked at every store, because a reader may miss a store between two others of the same
@@ -433,7 +436,7 @@ impl<W: AtomicWord> Protocol<W> {
         self.hot.0.published.store(to, Release);
     }
 
-    /// Returns `true` if a record that wakes the reader is among those published up to `to`.
+    /// Returns `true` if the reader must be woken for one of the records below position `to`.
     #[inline]
     fn take_due(&self, to: u64) -> bool {
         let due = self.wake.0.due.load(Relaxed);
@@ -449,8 +452,8 @@ impl<W: AtomicWord> Protocol<W> {
     }
 }
 
-/// Returns `true` if position `a` is after `b`. Positions wrap; compared positions are less than
-/// half the range apart.
+/// Returns `true` if position `a` is after `b`. Positions may wrap around, so `a` and `b` must be
+/// less than half the range apart.
 fn is_ahead(a: u64, b: u64) -> bool {
     a.wrapping_sub(b).cast_signed() > 0
 }
@@ -463,7 +466,7 @@ mod tests {
 
     const SIZE: u64 = 4096;
 
-    /// A ring protocol without a data area.
+    /// The ring protocol without a data area, for tests.
     struct TestRing<W> {
         protocol: Protocol<W>,
         head: W,
@@ -502,7 +505,7 @@ mod tests {
             self.head.load(Acquire)
         }
 
-        /// Writes a record of `len` bytes and reads it.
+        /// Writes and reads a record of `len` bytes.
         fn pass(&self, len: u64) {
             self.end(self.begin(len).expect("the reader keeps up"));
             self.tail.store(self.published(), Release);
@@ -597,7 +600,8 @@ mod tests {
         assert_eq!(ring.published(), 4088);
     }
 
-    /// An action of another thread, and the access of this thread at which the action runs.
+    /// An action that simulates another thread, and the access of this thread at which the action
+    /// runs.
     type AccessHook = (AccessPoint, Box<dyn FnOnce()>);
 
     thread_local! {
@@ -606,9 +610,9 @@ mod tests {
 
     #[derive(Clone, Copy, PartialEq)]
     enum AccessPoint {
-        /// Immediately before a compare-and-swap.
+        /// Immediately before a compare-and-swap of this thread.
         Swap,
-        /// After this many loads.
+        /// After this many loads by this thread.
         Loads(u32),
     }
 
@@ -629,7 +633,7 @@ mod tests {
         }
     }
 
-    /// A word that lets a test run another thread's action between two accesses.
+    /// An atomic word that lets a test run another thread's action between two accesses.
     struct SteppedWord(AtomicU64);
 
     impl AtomicWord for SteppedWord {

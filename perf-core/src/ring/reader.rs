@@ -1,4 +1,4 @@
-//! Reader of rings, both this crate's rings (in this process or another) and the kernel's.
+//! Reader of rings, both those of this crate, in this process or another, and those of the kernel.
 #![expect(unsafe_code, reason = "memory shared with other processes")]
 
 use std::fmt;
@@ -22,7 +22,7 @@ pub enum RingReadError {
     /// The file descriptor is not a ring of this crate.
     #[error("not a ring: {what}")]
     NotARing {
-        /// Description of the mismatch.
+        /// Reason why the file descriptor is not a ring.
         what: &'static str,
     },
     /// The ring is inconsistent, because another process has written to it. Everything up to the
@@ -38,15 +38,15 @@ pub enum RingReadError {
     /// in the newer half of the ring.
     #[error("{bytes} bytes were overwritten before they were read")]
     Overrun {
-        /// Number of bytes skipped.
+        /// Number of bytes that were skipped.
         bytes: u64,
     },
     /// A system call failed.
     #[error("{what} failed")]
     Os {
-        /// Name of the system call.
+        /// Name of the system call that failed.
         what: &'static str,
-        /// Error of the system call.
+        /// Error that the system call returned.
         #[source]
         source: std::io::Error,
     },
@@ -107,19 +107,19 @@ enum RingMapping {
 /// of its size, and when the reader is dropped.
 ///
 /// Neither the control page nor the records are trusted, so corruption causes an error and never a
-/// panic. However, borrowed bytes are *bytes of a shared mapping*. A writer can change them after
-/// publication while they are borrowed, so the borrower must read each length only once. The
-/// decoder in [`crate::record`] does so.
+/// panic. However, borrowed bytes are *bytes of a shared mapping*, which a malicious writer can
+/// change at any time. The borrower must therefore read each length only once. The decoder in
+/// [`crate::record`] does so.
 pub struct RingReader {
     data: *const u8,
     mask: usize,
-    /// Position of the next record.
+    /// Position of the next record to read.
     tail: u64,
-    /// Value of the head when it was last read.
+    /// Value of `data_head` when this reader last read it.
     head: u64,
-    /// Value of the tail when it was last written.
+    /// Value of `data_tail` when this reader last wrote it.
     released: u64,
-    /// Number of unreleased bytes at which the tail is written.
+    /// Number of read but unreleased bytes at which `data_tail` is written.
     release_at: u64,
     mode: RingMode,
     mirrored: bool,
@@ -282,7 +282,7 @@ impl RingReader {
         self.mapping().data_size() as u64
     }
 
-    /// Returns the number of bytes below the head that no writer can be overwriting.
+    /// Returns the number of bytes below the head that no writer can currently overwrite.
     fn trusted_len(&self) -> u64 {
         let shape = RingGeometry {
             size: self.size(),
@@ -301,7 +301,7 @@ impl RingReader {
     }
 
     /// Returns the counter fields of the control page, or `None` if an update by their owner is in
-    /// progress. This state may be permanent if the owner has died.
+    /// progress. If the owner has died during an update, the result is always `None`.
     pub fn counter(&self) -> Option<ControlPageCounter> {
         self.page().counter(1000)
     }
@@ -347,7 +347,8 @@ impl RingReader {
         Ok(Some(RawRecord { bytes }))
     }
 
-    /// Returns all available records, which can all be borrowed at the same time.
+    /// Returns all available records as a batch, in which all of them can be borrowed at the same
+    /// time.
     ///
     /// An overwrite ring yields no records, because they can only be trusted one at a time (see
     /// [`next_record`](Self::next_record)). Space is released by the next call of any method, so a
@@ -369,7 +370,8 @@ impl RingReader {
         Ok(RingRecordBatch { reader: self })
     }
 
-    /// Checks for new records. If there are none, releases the space of the records that were read.
+    /// Reads `data_head`. If there are no new records, releases the space of the records that were
+    /// read.
     #[inline]
     fn refill(&mut self) -> Result<bool, RingReadError> {
         self.release();
@@ -396,7 +398,7 @@ impl RingReader {
         Ok(true)
     }
 
-    /// Returns the size of the record at `position`, which is below the head.
+    /// Returns the size of the record at `position`, which must be below the head, in bytes.
     #[inline]
     #[expect(
         clippy::cast_possible_truncation,
@@ -490,8 +492,8 @@ impl RingReader {
         })
     }
 
-    /// Checks that no writer can have overwritten the bytes starting at the tail, including while
-    /// they were read.
+    /// Checks that no writer has overwritten, or may currently overwrite, the bytes from the tail
+    /// on.
     fn check_not_overwritten(&mut self) -> Result<(), RingReadError> {
         // Acquire: the bytes are read before the head. A writer overwrites them only after it has
         // seen a published head that makes them old (`Protocol::reserve`). That head is then
@@ -510,7 +512,7 @@ impl RingReader {
         Err(RingReadError::Overrun { bytes })
     }
 
-    /// Returns the space of the records read so far to the writer.
+    /// Releases the space of the records read so far, so that the writer can reuse it.
     #[inline]
     pub fn release(&mut self) {
         if self.mode == RingMode::Writable && self.released != self.tail {
@@ -529,7 +531,8 @@ impl Drop for RingReader {
     }
 }
 
-/// The records that were available when the batch was taken; see [`RingReader::batch`].
+/// An iterator over the records that were available when the batch was taken; see
+/// [`RingReader::batch`].
 pub struct RingRecordBatch<'a> {
     reader: &'a mut RingReader,
 }

@@ -175,8 +175,8 @@ fn largest_record_fits_an_empty_ring_after_a_loss_too() {
     }
 }
 
-/// A LOST record ends with the trailer of the next writer that succeeds. The trailer has up to six
-/// words and reduces the maximum record size.
+/// A LOST record ends with the trailer that the next successful writer passes. The trailer has up
+/// to six words and reduces the maximum record size.
 #[test]
 fn lost_record_has_trailer_of_next_successful_writer() {
     for words in 0..=7 {
@@ -220,7 +220,8 @@ fn lost_record_has_trailer_of_next_successful_writer() {
     }
 }
 
-/// No seal can be added to a shared ring, and a ring in overwrite mode cannot be mapped writable.
+/// No seal can be added to the memfd of a ring, and the memfd of a ring in overwrite mode cannot be
+/// mapped writable.
 #[test]
 fn ring_seals_are_final() {
     for (mode, read_only) in [(RingMode::Writable, false), (RingMode::Overwrite, true)] {
@@ -247,7 +248,8 @@ fn ring_page_count_is_limited() {
     }
 }
 
-/// The default watermark is a quarter of the area. No watermark is zero or above half the area.
+/// The default watermark is a quarter of the data area. No watermark is zero or above half the data
+/// area.
 #[test]
 fn watermarks_are_bounded_by_the_ring() {
     let woken_after = |pages, wakeup| {
@@ -274,7 +276,7 @@ fn watermarks_are_bounded_by_the_ring() {
     assert_eq!(woken_after(1, WakeupCondition::default()), page / 2);
 }
 
-/// The charge lives as long as the ring; only the first charge is kept.
+/// The charge is dropped with the ring. Only the first charge is kept.
 #[test]
 fn charge_lives_as_long_as_ring() {
     struct Charge(Arc<AtomicU64>);
@@ -323,8 +325,8 @@ fn refused<T>(result: Result<T, RingError>) -> (&'static str, usize) {
     }
 }
 
-/// Writing beyond a record's size panics in builds with debug assertions, and never writes past the
-/// record in any build.
+/// A record cannot be filled beyond its size. Builds with debug assertions panic, and other builds
+/// discard the excess bytes.
 #[test]
 fn record_writes_never_exceed_its_size() {
     let (ring, mut reader) = ring_and_reader(1, RingMode::Writable);

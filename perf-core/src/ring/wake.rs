@@ -1,8 +1,8 @@
 //! Reader notification through an eventfd whose count *is* the poll state.
 //!
 //! The state is not stored separately from the eventfd, so there is no race between checking and
-//! waiting: reading the eventfd takes the state atomically, and a later notification makes it
-//! readable again. This also works for a reader in another process that has only the file
+//! waiting: a read of the eventfd returns and clears the state, and a later notification makes the
+//! eventfd readable again. This also works for a reader in another process that has only the file
 //! descriptor.
 
 #![expect(unsafe_code, reason = "system calls, and memory shared with the kernel")]
@@ -13,21 +13,23 @@ use std::sync::atomic::{AtomicBool, Ordering::AcqRel};
 
 use vmm_sys_util::eventfd::EventFd;
 
-/// Amount added to the count on hang-up, larger than any reachable number of notifications.
+/// Amount that a hang-up adds to the eventfd's count, larger than any reachable number of
+/// notifications.
 const HANG_UP: u64 = 1 << 48;
 
-/// The events of a ring since its poll state was last taken.
+/// What happened to a ring since its poll state was last taken.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct PollState {
     /// Records are available, or the event has overflowed.
     pub readable: bool,
-    /// No more records will follow, because the event is exhausted or its source was closed.
+    /// No more records will follow, because the event reached its overflow limit or its source was
+    /// closed.
     pub hang_up: bool,
 }
 
 impl PollState {
-    /// Decodes a count read from [`wakeup_fd`](super::Ring::wakeup_fd), for readers in another
-    /// process.
+    /// Decodes a count that was read from [`wakeup_fd`](super::Ring::wakeup_fd), for readers in
+    /// another process.
     pub fn from_count(count: u64) -> Self {
         Self {
             readable: count & (HANG_UP - 1) != 0,

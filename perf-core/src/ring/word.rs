@@ -1,4 +1,4 @@
-//! The atomics on which the ring's protocol is built, abstracted so that a model checker can run
+//! The atomic operations that the ring's protocol uses, as a trait, so that a model checker can run
 //! the same code.
 
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -7,18 +7,18 @@ use std::sync::atomic::{AtomicU64, Ordering};
 pub trait AtomicWord: Send + Sync {
     /// Creates a word with value `value`.
     fn new(value: u64) -> Self;
-    /// Loads the value.
+    /// Returns the value.
     fn load(&self, order: Ordering) -> u64;
-    /// Stores `value`.
+    /// Sets the value to `value`.
     fn store(&self, value: u64, order: Ordering);
-    /// Replaces `current` with `new` with `AcqRel` ordering. `Err` holds the actual value (an
-    /// `Acquire` load).
+    /// Replaces the value `current` with `new`, with `AcqRel` ordering. If the word has another
+    /// value, returns that value as `Err`, loaded with `Acquire` ordering.
     fn swap_if(&self, current: u64, new: u64) -> Result<u64, u64>;
     /// Adds `value` and returns the previous value.
     fn fetch_add(&self, value: u64, order: Ordering) -> u64;
     /// Stores the maximum of the current value and `value`, and returns the previous value.
     fn fetch_max(&self, value: u64, order: Ordering) -> u64;
-    /// Stores `value` and returns the previous value.
+    /// Sets the value to `value` and returns the previous value.
     fn swap(&self, value: u64, order: Ordering) -> u64;
 }
 

@@ -12,14 +12,14 @@ use smallvec::SmallVec;
 use crate::model::keys::{EventKey, GroupKey, Key};
 use crate::pmu::CounterMask;
 
-/// Request of a group member for a counter.
+/// A group member that needs a counter.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct CounterRequest {
     /// Key of the event in its context.
     pub event: EventKey,
-    /// Suitable counters.
+    /// Counters that can hold the event.
     pub fits: CounterMask,
-    /// Counter that the last plan with this group assigned to the event.
+    /// Counter to which the last plan with this group assigned the event, or `None`.
     pub seat: Option<u8>,
 }
 
@@ -29,21 +29,20 @@ struct AssignedEvent {
     fits: CounterMask,
     seat: u8,
     group: GroupKey,
-    /// Index of the request in its group.
+    /// Index of the event's [`CounterRequest`] in its group.
     want: usize,
 }
 
-/// A conflict between events that cannot all be active, because there are more events than suitable
-/// counters.
+/// A set of events that cannot all be active, because they compete for fewer counters.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct CounterConflict {
-    /// Number of events that fit only the contested counters.
+    /// Number of events that fit only the counters for which they compete.
     pub events: usize,
-    /// Number of contested counters.
+    /// Number of counters for which the events compete.
     pub counters: usize,
 }
 
-/// Assignments of events to counters.
+/// A set of events, each with an assigned counter.
 #[derive(Debug)]
 pub(crate) struct CounterAssignments {
     counters: CounterMask,
@@ -52,7 +51,7 @@ pub(crate) struct CounterAssignments {
     /// fits.
     kept: CounterMask,
     events: SmallVec<[AssignedEvent; 16]>,
-    /// For each counter in use, the index into `events` of its event.
+    /// For each counter in use, the index in `events` of the event that is assigned to it.
     sits: [u8; CounterMask::MAX_COUNTERS],
 }
 
@@ -67,7 +66,7 @@ impl CounterAssignments {
         }
     }
 
-    /// Marks the counter of an active event as one that new events avoid if possible.
+    /// Marks the counter of an active event, so that new events avoid the counter if possible.
     pub fn keep(&mut self, seat: Option<u8>) {
         if let Some(seat) = seat {
             self.kept = self.kept | CounterMask::one(seat.into());
@@ -79,17 +78,18 @@ impl CounterAssignments {
         self.events.len()
     }
 
-    /// Returns the suitable counters of each event, in insertion order.
+    /// Returns the counters that can hold each event, in the order in which the events were
+    /// assigned.
     pub fn fits(&self) -> impl Iterator<Item = CounterMask> + '_ {
         self.events.iter().map(|e| e.fits)
     }
 
-    /// Returns the assignments as group, request index in the group, and counter.
+    /// Returns each assignment: the group, the index of the request in the group, and the counter.
     pub fn seated(&self) -> impl Iterator<Item = (GroupKey, usize, u8)> + '_ {
         self.events.iter().map(|e| (e.group, e.want, e.seat))
     }
 
-    /// Returns a copy with only the first `len` events at their current counters.
+    /// Returns a copy that contains only the first `len` events, with their current counters.
     pub fn truncated(&self, len: usize) -> Self {
         let mut base = Self::new(self.counters);
         for event in &self.events[..len] {
@@ -98,8 +98,8 @@ impl CounterAssignments {
         base
     }
 
-    /// Assigns counters of `allowed` to all members of a group, or to none. `on` means that the
-    /// group is active and should keep its counters if possible.
+    /// Assigns a counter in `allowed` to each member of a group, or to none of them. With `on`, the
+    /// group is active and keeps its counters if possible.
     pub fn take(
         &mut self,
         group: GroupKey,
@@ -135,7 +135,7 @@ impl CounterAssignments {
         Ok(())
     }
 
-    /// Assigns a counter to one event that fits the counters of `fits`.
+    /// Assigns a counter in `fits` to one event.
     pub fn take_one(&mut self, fits: CounterMask) -> Result<(), CounterConflict> {
         let want = CounterRequest {
             event: EventKey::new(0),
@@ -152,7 +152,7 @@ impl CounterAssignments {
         self.events.push(event);
     }
 
-    /// Removes all but the first `len` events, and returns these events to the counters `seats`.
+    /// Removes all but the first `len` events, and moves these events back to the counters `seats`.
     #[expect(clippy::cast_possible_truncation, reason = "there are at most 64 counters")]
     fn restore(&mut self, len: usize, seats: &[u8]) {
         self.events.truncate(len);
@@ -164,7 +164,7 @@ impl CounterAssignments {
         }
     }
 
-    /// Returns a free counter of `fits`, after moving other events if necessary.
+    /// Returns a free counter in `fits`. Moves other events to free one, if necessary.
     fn seat(&mut self, fits: CounterMask, hint: Option<u8>) -> Result<u8, CounterConflict> {
         let open = fits & self.free;
         if let Some(seat) = hint.filter(|&seat| open.contains(seat.into())) {
@@ -176,15 +176,16 @@ impl CounterAssignments {
         }
     }
 
-    /// Returns the highest-numbered free counter, preferring those that no active event holds.
+    /// Returns the highest-numbered free counter in `fits`, preferring counters that no active
+    /// event holds.
     #[expect(clippy::cast_possible_truncation, reason = "there are at most 64 counters")]
     fn best(&self, open: CounterMask) -> Option<u8> {
         let seat = open.without(self.kept).last().or(open.last())?;
         Some(seat as u8)
     }
 
-    /// Moves events along the shortest augmenting path to free a counter of `fits`, all of which
-    /// are in use.
+    /// Frees a counter in `fits`, all of which are in use, by moving events along the shortest
+    /// augmenting path.
     #[expect(clippy::cast_possible_truncation, reason = "there are at most 64 counters")]
     fn make_room(&mut self, fits: CounterMask) -> Result<u8, CounterConflict> {
         // For each counter that the search reaches outside `fits`: the counter whose event may move
@@ -227,7 +228,7 @@ impl CounterAssignments {
         to
     }
 
-    /// Returns the conflict among the events that compete for the counters of `reached`.
+    /// Returns the conflict of the events that compete for the counters in `reached`.
     fn conflict(&self, mut reached: CounterMask) -> CounterConflict {
         // Completes the set of competing counters, because the search ends early if no counter is
         // free.
@@ -259,8 +260,8 @@ mod tests {
         }
     }
 
-    /// Returns `true` if all of `masks` can be assigned distinct counters of `free`. Tries all
-    /// assignments.
+    /// Returns `true` if each event can be assigned its own counter in `free`. `masks` contains the
+    /// suitable counters of each event. Tries all assignments.
     fn possible(masks: &[u64], free: u64) -> bool {
         match masks.split_first() {
             None => true,
@@ -326,7 +327,7 @@ mod tests {
     proptest! {
         /// A group is accepted if and only if an exhaustive search finds an assignment for it and
         /// the previously accepted groups. Each event has its own suitable counter, a rejected
-        /// group moves no event, and reported conflicts are real.
+        /// group moves no event, and each reported conflict exists.
         #[test]
         fn groups_are_assigned_exactly_if_possible(
             counters in 0u64..128,
@@ -359,8 +360,8 @@ mod tests {
             }
         }
 
-        /// Active events that are assigned again in any order, before new events, keep their
-        /// counters.
+        /// Active events keep their counters if they are assigned again, in any order, before new
+        /// events.
         #[test]
         fn active_events_with_precedence_keep_counters(masks in prop::collection::vec(1u64..128, 1..7), new in prop::collection::vec(0u64..128, 0..4), swap: bool) {
             let mut seats = CounterAssignments::new(CounterMask::first(7));

@@ -12,13 +12,14 @@ use crate::model::keys::{EventKey, GroupKey, PoolId, Table};
 /// A group leader and its siblings, scheduled together or not at all.
 #[derive(Debug)]
 pub(crate) struct Group {
-    /// Keys of the events, leader first.
+    /// Keys of the group's events, leader first.
     pub members: SmallVec<[EventKey; 4]>,
-    /// Slot pool of the hardware events, or `None` for a group of software events.
+    /// Slot pool of the group's hardware events, or `None` for a group of software events.
     pub pool: Option<PoolId>,
-    /// Queue of the pool that contains the group.
+    /// Scheduling class, which selects the queue of the pool that contains the group.
     pub class: GroupClass,
-    /// Required counters: one for each hardware member that is neither off nor in the error state.
+    /// Counters that the group requires: one for each hardware event that is neither off nor in the
+    /// error state.
     pub wants: SmallVec<[CounterRequest; 4]>,
     pub exclusive: bool,
     /// `true` if the group is active.
@@ -64,7 +65,7 @@ impl Group {
 /// order of the classes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) enum GroupClass {
-    /// Pinned events that implement counters programmed by the guest.
+    /// Pinned events of the guest, which back its counters.
     Guest,
     /// Pinned VM-wide events of an operator.
     PinnedVm,
@@ -78,7 +79,7 @@ pub(crate) enum GroupClass {
 
 impl GroupClass {
     pub const COUNT: usize = Self::PINNED + Self::FLEXIBLE;
-    /// Number of pinned classes. These classes are first.
+    /// Number of pinned classes, which precede the flexible classes.
     pub const PINNED: usize = 3;
     /// Number of flexible classes, which are multiplexed.
     pub const FLEXIBLE: usize = 2;
@@ -87,13 +88,14 @@ impl GroupClass {
         self <= Self::PinnedVcpu
     }
 
-    /// Returns `true` for events of a single vCPU, which may not use reserved slots.
+    /// Returns `true` for a class of single-vCPU events, which may not use the slots reserved for
+    /// VM-wide events.
     pub fn is_vcpu(self) -> bool {
         !matches!(self, Self::PinnedVm | Self::FlexibleVm)
     }
 }
 
-/// A rotating queue of groups.
+/// A queue of groups that are scheduled in order.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct GroupQueue {
     head: Option<GroupKey>,
@@ -144,12 +146,12 @@ impl GroupQueue {
         }
     }
 
-    /// Returns the first group.
+    /// Returns the first group in the queue, or `None` if the queue is empty.
     pub fn first(&self) -> Option<GroupKey> {
         self.head
     }
 
-    /// Returns the group after `key`, or `None` after the last one.
+    /// Returns the group after `key` in the queue, or `None` if `key` is the last one.
     pub fn after(&self, groups: &Table<GroupKey, Group>, key: GroupKey) -> Option<GroupKey> {
         let next = groups[key].link?.next;
         (Some(next) != self.head).then_some(next)

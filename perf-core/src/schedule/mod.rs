@@ -2,10 +2,10 @@
 //! of active groups.
 //!
 //! The planner walks the queues in the order of the share policy and stops at the first group that
-//! does not fit, so its cost depends on the number of slots rather than on the number of groups.
-//! [`counter_assignments`] assigns events to counters and thereby determines whether a group fits.
-//! [`crate::context`] then applies the difference between the plan and the active groups to the
-//! drivers.
+//! does not fit, so the cost of a plan depends on the number of slots rather than on the number of
+//! groups. [`counter_assignments`] assigns events to counters and thereby determines whether a
+//! group fits. [`crate::context`] then applies the difference between the plan and the active
+//! groups to the drivers.
 
 pub(crate) mod counter_assignments;
 pub(crate) mod group;
@@ -21,7 +21,7 @@ use group::{Group, GroupClass, GroupQueue};
 
 use counter_assignments::CounterAssignments;
 
-/// Policy for the assignment of slots if there are not enough for all events.
+/// Policy by which slots are assigned to events if there are not enough slots for all events.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum SharePolicy {
     /// Guest counters have priority. Operator events share the remaining slots.
@@ -34,7 +34,7 @@ pub enum SharePolicy {
     Strict,
 }
 
-/// Error for the name of an unknown share policy.
+/// Error of parsing the name of a share policy: the name is unknown.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("must be guest-first, operator-first or strict")]
 pub struct UnknownSharePolicy;
@@ -63,8 +63,8 @@ impl std::fmt::Display for SharePolicy {
 }
 
 impl SharePolicy {
-    /// Returns the classes in order of precedence under this policy. Among the flexible classes,
-    /// the order is that of `flexible`.
+    /// Returns the scheduling classes in order of precedence under this policy. `flexible` is the
+    /// order of the flexible classes.
     fn order(self, flexible: [GroupClass; GroupClass::FLEXIBLE]) -> [GroupClass; GroupClass::COUNT] {
         use GroupClass::{Guest, PinnedVcpu, PinnedVm};
         let [first, second] = flexible;
@@ -75,27 +75,28 @@ impl SharePolicy {
     }
 }
 
-/// The slots of one hardware driver in one context.
+/// The slots of one hardware driver in one context, with the groups that use them or wait for them.
 #[derive(Debug)]
 pub(crate) struct SlotPool {
-    /// Index of the driver in the registry of the core.
+    /// Index of the driver in the core's list of drivers.
     pub driver: usize,
-    /// Counters of the driver.
+    /// All counters of the driver.
     pub counters: CounterMask,
-    /// Counters available to events of a single vCPU. The others are reserved for VM-wide events.
+    /// Counters that single-vCPU events may use. All other counters are reserved for VM-wide
+    /// events.
     pub vcpu_counters: CounterMask,
-    /// Number of slots in use.
+    /// Number of slots that active events hold.
     pub used: usize,
     pinned: [GroupQueue; GroupClass::PINNED],
     flexible: [MuxQueue; GroupClass::FLEXIBLE],
-    /// Groups that cannot become active together with the active pinned groups. They are parked
-    /// outside the queue, where they would block the groups behind them indefinitely.
+    /// Groups that cannot become active together with the active pinned groups. Parked groups are
+    /// not in a queue, because they would block the groups after them indefinitely.
     pub parked: Vec<GroupKey>,
-    /// Capacity left for the flexible queues at the last plan.
+    /// Capacity that the last plan left for the flexible queues.
     left: RemainingCapacity,
-    /// Service received by the VM-wide flexible groups minus service received by the vCPU's
-    /// flexible groups. The unit is one interval of activity of an average group of the class. The
-    /// class that has received less service is planned first.
+    /// Difference between the service that VM-wide flexible groups and single-vCPU flexible groups
+    /// have received. One unit is one multiplexing interval in which an average group of the class
+    /// was active. The class that has received less service is planned first.
     vm_lead: f64,
     /// Active groups, in the order of the last plan.
     pub on: SmallVec<[GroupKey; 16]>,
@@ -117,7 +118,7 @@ impl SlotPool {
         }
     }
 
-    /// Returns the queue of `class`.
+    /// Returns the queue of class `class` in this pool.
     pub fn queue(&mut self, class: GroupClass) -> ClassQueue<'_> {
         match class {
             GroupClass::FlexibleVm => ClassQueue::Flexible(&mut self.flexible[0]),
@@ -128,13 +129,12 @@ impl SlotPool {
         }
     }
 
-    /// Reserves `reserved` counters for VM-wide events, preferring counters that can hold the most
-    /// events.
+    /// Reserves `reserved` counters for VM-wide events, preferring the general-purpose counters.
     pub fn reserve(&mut self, reserved: usize) {
         self.vcpu_counters = self.counters.skip(reserved);
     }
 
-    /// Returns a parked group to its queue.
+    /// Moves a parked group back to its queue.
     pub fn unpark(&mut self, groups: &mut Table<GroupKey, Group>, key: GroupKey) {
         if std::mem::take(&mut groups[key].parked) {
             self.parked.retain(|p| *p != key);
@@ -144,7 +144,7 @@ impl SlotPool {
         }
     }
 
-    /// Returns all parked groups to their queues.
+    /// Moves all parked groups back to their queues.
     fn unpark_all(&mut self, groups: &mut Table<GroupKey, Group>) {
         let mut parked = std::mem::take(&mut self.parked);
         for key in parked.drain(..) {
@@ -165,9 +165,9 @@ impl SlotPool {
         }
     }
 
-    /// Accounts for the multiplexing interval that ends. Each flexible class is credited with the
-    /// share of its groups that were active. The difference between the classes is limited to one
-    /// interval, because a class may also wait for reasons other than the competing class.
+    /// Updates [`SlotPool::vm_lead`] at the end of a multiplexing interval. Each flexible class is
+    /// credited with the fraction of its groups that were active. The difference is limited to one
+    /// interval, because a class may also wait for other reasons.
     fn account_service(&mut self) {
         let [vm, vcpu] = self.flexible.each_ref().map(MuxQueue::active_share);
         self.vm_lead = match (vm, vcpu) {
@@ -176,7 +176,8 @@ impl SlotPool {
         };
     }
 
-    /// Returns the number of groups that can run, active or waiting, excluding parked groups.
+    /// Returns the number of groups that can run, active or waiting. Parked groups are not
+    /// included.
     pub fn queued(&self) -> usize {
         let pinned: usize = self.pinned.iter().map(GroupQueue::len).sum();
         pinned + self.flexible.iter().map(MuxQueue::len).sum::<usize>()
@@ -187,13 +188,14 @@ impl SlotPool {
         self.queued() > self.on.len()
     }
 
-    /// Returns the time of the next switch between groups that share slots.
+    /// Returns the time at which the next multiplexing interval of a flexible queue ends, in
+    /// nanoseconds.
     pub fn next_turn_ns(&self) -> Option<u64> {
         self.flexible.iter().filter_map(MuxQueue::next_turn_ns).min()
     }
 
-    /// Ends the time slice of one group of each queue if it is due. Returns active groups that must
-    /// be read in the middle of their slice.
+    /// Ends the multiplexing interval of each flexible queue if it is due. Returns the active
+    /// groups that must now be read, in the middle of their slices.
     pub fn turn(&mut self, now_ns: u64) -> [Option<GroupKey>; GroupClass::FLEXIBLE] {
         if self.next_turn_ns().is_some_and(|due_ns| due_ns <= now_ns) {
             self.account_service();
@@ -208,7 +210,7 @@ impl SlotPool {
     }
 }
 
-/// The slot pools of a context.
+/// The slot pools of a context, one per hardware driver.
 #[derive(Debug, Default)]
 pub(crate) struct SlotPools(Vec<SlotPool>);
 
@@ -218,7 +220,7 @@ impl SlotPools {
         PoolId::new(self.0.len() - 1)
     }
 
-    /// Returns the IDs of the current pools.
+    /// Returns the IDs of the slot pools that exist.
     pub fn ids(&self) -> impl Iterator<Item = PoolId> + use<> {
         (0..self.0.len()).map(PoolId::new)
     }
@@ -242,11 +244,11 @@ impl IndexMut<PoolId> for SlotPools {
     }
 }
 
-/// A queue of pinned or flexible groups.
+/// The queue of one scheduling class.
 pub(crate) enum ClassQueue<'a> {
     /// A queue of pinned groups, in the order in which they were enabled.
     Pinned(&'a mut GroupQueue),
-    /// Multiplexed queue.
+    /// A multiplexed queue of flexible groups.
     Flexible(&'a mut MuxQueue),
 }
 
@@ -268,26 +270,26 @@ impl MuxConfig {
     }
 }
 
-/// Result of planning: the next set of active groups.
+/// Result of [`plan`]: the next set of active groups.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub(crate) struct SlotPlan {
-    /// Groups in order of precedence.
+    /// Groups that must be active, in order of precedence.
     pub on: SmallVec<[GroupKey; 16]>,
-    /// Pinned groups that do not fit and enter the error state.
+    /// Pinned groups that do not fit and must enter the error state.
     pub failed: SmallVec<[GroupKey; 4]>,
 }
 
 /// Capacity that remains for the flexible queues after the pinned groups that precede them.
 #[derive(Debug, Default)]
 struct RemainingCapacity {
-    /// Suitable counters of each event of the preceding pinned groups.
+    /// For each event of the preceding pinned groups, the counters that can hold it.
     before: SmallVec<[CounterMask; 16]>,
     vcpu_counters: CounterMask,
     /// `true` if one of the preceding pinned groups is exclusive.
     exclusive: bool,
 }
 
-/// Pinned groups that precede the flexible groups in a plan, and are therefore always active.
+/// The pinned groups that precede the flexible groups in a plan and are therefore always active.
 #[derive(Clone, Copy, Debug, Default)]
 struct AlwaysActive {
     /// Number of events in the preceding pinned groups.
@@ -298,14 +300,15 @@ struct AlwaysActive {
 /// Capacity that the groups planned so far leave free.
 struct FreeCapacity {
     seats: CounterAssignments,
-    /// Counters available to events of a single vCPU.
+    /// Counters that single-vCPU events may use.
     vcpu_counters: CounterMask,
     /// `true` if one of the planned groups is exclusive.
     exclusive: bool,
 }
 
 impl FreeCapacity {
-    /// Creates an empty plan that records the current counters of active events.
+    /// Creates the capacity without planned groups. New events avoid the counters of the events
+    /// that are currently active.
     fn new(pool: &SlotPool, groups: &Table<GroupKey, Group>) -> Self {
         let mut seats = CounterAssignments::new(pool.counters);
         for &key in &pool.on {
@@ -340,8 +343,7 @@ impl FreeCapacity {
         SlotOffer::Taken
     }
 
-    /// Returns `true` if a group that does not fit now would fit together with only the groups that
-    /// are always active.
+    /// Returns `true` if a group would fit if only the always active groups were active too.
     fn can_ever_fit(&self, always: AlwaysActive, key: GroupKey, group: &Group) -> bool {
         if group.exclusive && always.events > 0 {
             return false;
@@ -360,7 +362,7 @@ impl FreeCapacity {
 }
 
 impl RemainingCapacity {
-    /// Updates the remaining capacity. Returns `true` if it changed.
+    /// Replaces the remaining capacity. Returns `true` if it changed.
     fn update(&mut self, room: &FreeCapacity, always: AlwaysActive) -> bool {
         let before = || room.seats.fits().take(always.events);
         let same = self.vcpu_counters == room.vcpu_counters
@@ -376,7 +378,8 @@ impl RemainingCapacity {
     }
 }
 
-/// Plans the next set of active groups of one pool, and updates the flexible queues accordingly.
+/// Computes the next set of active groups of one slot pool, and updates the pool's flexible queues
+/// accordingly.
 pub(crate) fn plan(
     pool: &mut SlotPool,
     groups: &mut Table<GroupKey, Group>,

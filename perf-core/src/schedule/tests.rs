@@ -1,4 +1,4 @@
-//! Comparison of plans with the results of an exhaustive search.
+//! Tests that compare plans with the results of an exhaustive search.
 
 use proptest::prelude::*;
 
@@ -6,7 +6,7 @@ use super::counter_assignments::CounterRequest;
 use super::*;
 use crate::model::keys::EventKey;
 
-/// Input of a planning test: counters of the host, and groups.
+/// Input of a planning test: the counters of a host, and groups of events.
 #[derive(Clone, Debug)]
 struct Asked {
     counters: u64,
@@ -20,7 +20,7 @@ struct Asked {
 struct AskedGroup {
     class: GroupClass,
     exclusive: bool,
-    /// Suitable counters of each event.
+    /// For each event of the group, the mask of counters that can hold it.
     fits: Vec<u64>,
 }
 
@@ -66,7 +66,7 @@ fn asked() -> impl Strategy<Value = Asked> {
         })
 }
 
-/// Indices of the active and of the failed groups of a plan.
+/// Result of a plan in a test: indices of the active groups and of the failed groups.
 struct Planned {
     on: Vec<usize>,
     failed: Vec<usize>,
@@ -78,7 +78,7 @@ struct World {
     asked: Asked,
 }
 
-/// An event that fits the counters `bits`.
+/// Returns a request of an event that fits the counters `bits`.
 fn request(bits: u64) -> CounterRequest {
     CounterRequest {
         event: EventKey::new(0),
@@ -87,7 +87,8 @@ fn request(bits: u64) -> CounterRequest {
     }
 }
 
-/// Returns `true` if all of `masks` can be assigned distinct counters. Tries all assignments.
+/// Returns `true` if each event can be assigned its own counter. `masks` contains the suitable
+/// counters of each event. Tries all assignments.
 fn possible(masks: &[u64], free: u64) -> bool {
     match masks.split_first() {
         None => true,
@@ -119,7 +120,7 @@ impl World {
         Self { pool, groups, asked }
     }
 
-    /// Returns the suitable counters of each event of `key`, ignoring reservations.
+    /// Returns the suitable counters of each event in group `key`, including reserved counters.
     fn masks(&self, key: usize) -> Vec<u64> {
         let vcpu = CounterMask::from_bits(self.asked.counters)
             .skip(self.asked.reserved)
@@ -144,7 +145,8 @@ impl World {
         self.asked.groups[key].exclusive && self.needs_counters(key)
     }
 
-    /// Computes a plan and makes it the active set. Returns the plan and the previous assignments.
+    /// Computes a plan and activates its groups. Returns the plan and the previous counter
+    /// assignments.
     fn plan(&mut self) -> Planned {
         let plan = plan(&mut self.pool, &mut self.groups, self.asked.policy);
         for (key, group) in self.groups.iter_mut() {
@@ -240,7 +242,7 @@ proptest! {
     }
 
     /// When groups are switched, a group that remains active changes its counters only if the new
-    /// groups cannot be assigned otherwise, or if the new groups now have precedence. A group whose
+    /// groups cannot be assigned otherwise, or if the new groups have precedence. A group whose
     /// slice ends and that is scheduled again immediately does not count as remaining active.
     #[test]
     fn active_groups_keep_their_counters(asked in asked()) {
@@ -319,8 +321,8 @@ fn parked_groups_return_when_reservation_shrinks() {
     assert!(world.plan().on.is_empty());
 }
 
-/// Parked groups are reconsidered only when a part of the remaining capacity changes that may let
-/// them fit, because there may be many parked groups.
+/// Parked groups return to their queues only after a change of the remaining capacity through which
+/// they may fit.
 #[test]
 fn capacity_change_is_detected() {
     let mut world = world(0b1111, 1, vec![]);
@@ -396,8 +398,8 @@ fn share_policy_round_trips_as_text() {
     assert_eq!("".parse::<SharePolicy>(), Err(UnknownSharePolicy));
 }
 
-/// VM-wide groups and groups of a vCPU share the intervals. Each group is active as often as every
-/// other group of the same size, and none starves.
+/// VM-wide groups and single-vCPU groups share the multiplexing intervals. Each group is active as
+/// often as every other group of the same size, and none starves.
 #[test]
 fn vm_wide_groups_do_not_starve_groups_of_a_vcpu() {
     const TURNS: u64 = 1200;
@@ -432,7 +434,8 @@ fn vm_wide_groups_do_not_starve_groups_of_a_vcpu() {
     }
 }
 
-/// Without contention, VM-wide groups precede those of a vCPU, and no group is multiplexed.
+/// If all groups fit, VM-wide groups precede single-vCPU groups in the plan, and no group is
+/// multiplexed.
 #[test]
 fn uncontended_groups_of_both_classes_stay_active() {
     let groups = [GroupClass::FlexibleVcpu, GroupClass::FlexibleVm];

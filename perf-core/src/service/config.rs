@@ -1,4 +1,4 @@
-//! Configuration, roles and limits of the core.
+//! Configuration and limits of the core, and roles of its users.
 
 use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU8, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, OnceLock};
@@ -13,22 +13,23 @@ use crate::time::{Clock, MonotonicClock};
 /// Configuration of a [`crate::PerfCore`].
 #[derive(Clone)]
 pub struct PerfCoreConfig {
-    /// Clock for all times. Tests use a manual clock.
+    /// Clock from which the core computes all times. Tests use a manual clock.
     pub clock: Arc<dyn Clock>,
-    /// Policy for sharing slots if there are not enough for all events.
+    /// Policy by which slots are assigned if there are not enough for all events.
     pub share: SharePolicy,
-    /// Policy for multiplexing events that wait for slots.
+    /// Policy by which groups that wait for slots are multiplexed.
     pub mux: MuxPolicy,
     /// Initial multiplexing interval under [`MuxPolicy::Adaptive`], in nanoseconds of `clock`. The
-    /// interval may grow. `None` selects 0.146 of a tick. The cost of a rotation differs between
-    /// hosts by a factor of 20.
+    /// interval may grow. `None` selects 0.146 of a tick. Choose a longer interval on hosts where a
+    /// rotation is expensive.
     pub turn_ns: Option<u64>,
     /// Frequency of the VMM timer, in ticks per second. Throttling is based on ticks.
     pub tick_hz: u64,
     /// Paranoid level. At -1 there are no restrictions. At 0, raw samples require the admin role.
-    /// At 1, VM-wide events also require it. At 2, counting the host kernel also requires it.
+    /// At 1, VM-wide events require this role too, and at 2 events that count the host kernel.
     pub paranoid: i32,
-    /// Maximum overflows per second of an event, and maximum sampling frequency.
+    /// Maximum number of overflows per second of an event, which is also the maximum sampling
+    /// frequency.
     pub sample_rate_hz: u64,
     /// Amount of ring memory per operator that does not count towards the locked memory limit, in
     /// KiB per host CPU.
@@ -36,15 +37,16 @@ pub struct PerfCoreConfig {
     /// Locked memory limit of an operator, in KiB. Ring memory in excess of `mlock_kb` counts
     /// towards this limit.
     pub memlock_kb: u64,
-    /// Number of online host CPUs, by which `mlock_kb` is multiplied.
+    /// Number of online CPUs of the host, by which `mlock_kb` is multiplied.
     pub host_cpus: usize,
     /// Number of slots of each vCPU that only VM-wide events may use.
     pub reserved_slots: usize,
-    /// `true` if more hardware events may be open on a vCPU than it has slots.
+    /// `true` if more hardware events may be open on a vCPU than the vCPU has slots. The events
+    /// then share the slots.
     pub overcommit: bool,
     /// ID of the user that owns the VM. Other users need the admin role to attach to its vCPUs.
     pub owner_uid: u32,
-    /// Process ID of the VMM, for records.
+    /// Process ID of the VMM, which records contain.
     pub pid: u32,
 }
 
@@ -97,7 +99,7 @@ impl std::fmt::Debug for PerfCoreConfig {
     }
 }
 
-/// The limits that can change at run time.
+/// The settings of the core that can change at run time.
 #[derive(Debug)]
 pub(crate) struct CoreLimits {
     pub paranoid: AtomicI32,
@@ -150,7 +152,7 @@ impl CoreLimits {
         Ok(())
     }
 
-    /// Checks that the sampling frequency of `attr` is within the limit.
+    /// Checks that the sampling frequency of `attr` does not exceed the limit.
     pub fn check_rate(&self, attr: &Attr) -> Result<(), OpenError> {
         let limit = self.sample_rate_hz();
         if attr.freq && attr.sample_period > limit {
@@ -196,19 +198,19 @@ impl CoreLimits {
     }
 }
 
-/// Permissions of a session.
+/// Role of a session, which determines its permissions.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum SessionRole {
-    /// Ordinary operator, subject to the paranoid level and the memory limits.
+    /// An ordinary operator, who is subject to the paranoid level and the memory limits.
     Operator,
-    /// Administrator without restrictions.
+    /// An administrator without restrictions.
     Admin,
-    /// The VMM on behalf of its guest. Has admin permissions. Its pinned events implement the
-    /// guest's counters and are never throttled.
+    /// The VMM on behalf of its guest. The session has admin permissions. Its pinned events back
+    /// the guest's counters and are never throttled.
     Guest,
 }
 
-/// A user with a role.
+/// The user of a session, with a role.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct User {
     pub uid: u32,

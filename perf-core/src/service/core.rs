@@ -1,4 +1,4 @@
-//! The core, with its drivers and contexts.
+//! The [`PerfCore`] itself, with its drivers and contexts.
 
 use std::sync::atomic::{AtomicBool, AtomicU64};
 use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard, Weak};
@@ -30,7 +30,7 @@ pub(crate) struct CoreInner {
     pub config: PerfCoreConfig,
     pub limits: CoreLimits,
     pub drivers: RwLock<Vec<Driver>>,
-    /// Context of the whole machine. Always scheduled in.
+    /// Context of the whole VM, which is always scheduled in.
     pub vm: Arc<ContextCell>,
     /// vCPU contexts. Every tick reads them without a lock.
     pub vcpus: ArcSwap<Vec<Arc<VcpuContext>>>,
@@ -39,9 +39,9 @@ pub(crate) struct CoreInner {
     /// lock order: topology, family, context.
     topology: Lock<Topology>,
     pub opened: OpenEvents,
-    /// Number of open events for each software event ID.
+    /// Numbers of open events for each software event ID.
     pub gates: Arc<OpenEventCounts>,
-    /// Side-band record types that open events request.
+    /// Numbers of open events that request each type of side-band record.
     pub wanted: RecordDemand,
     /// Ring memory charged to each user.
     pub locked: Arc<RingMemory>,
@@ -49,7 +49,7 @@ pub(crate) struct CoreInner {
 
 #[derive(Debug, Default)]
 pub(crate) struct Topology {
-    /// Number of VM-wide families opened so far. Contexts that were created at the same number
+    /// Number of VM-wide families opened so far. Contexts that were created at the same value
     /// contain children of the same families.
     pub generation: u64,
 }
@@ -59,10 +59,10 @@ pub(crate) struct Driver {
     pub capacity: PmuCapacity,
 }
 
-/// Requirements of an event on a hardware driver.
+/// The counters that an event needs, on the hardware driver that counts it.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct HardwareNeeds {
-    /// Index of the driver in the registry.
+    /// Index of the driver in the core's list of drivers.
     pub driver: usize,
     /// All counters of the driver.
     pub counters: CounterMask,
@@ -145,7 +145,7 @@ impl CoreInner {
         self.topology.try_lock()
     }
 
-    /// Returns the number of slots of the smallest PMU, or 0 without a PMU.
+    /// Returns the number of slots of the registered PMU with the fewest slots, or 0 without a PMU.
     pub fn min_slots(&self) -> usize {
         let drivers = self.drivers();
         let slots = |d: &Driver| match d.capacity {
@@ -155,7 +155,7 @@ impl CoreInner {
         drivers.iter().filter_map(slots).min().unwrap_or(0)
     }
 
-    /// Reserves slots in all contexts and replans them.
+    /// Reserves slots for VM-wide events in all contexts, and replans the contexts.
     pub fn reserve_slots(&self, reserved: usize) {
         let _topology = self.topology();
         for vcpu in self.vcpus.load().iter() {
@@ -165,16 +165,16 @@ impl CoreInner {
         }
     }
 
-    /// Returns the driver for `ty` with its index and capacity.
+    /// Returns the driver for events of type `ty`, with its index and capacity.
     pub fn driver(&self, ty: EventType) -> Option<(usize, Arc<dyn Pmu>, PmuCapacity)> {
         let drivers = self.drivers();
         let at = drivers.iter().position(|d| d.pmu.serves(ty))?;
         Some((at, Arc::clone(&drivers[at].pmu), drivers[at].capacity))
     }
 
-    /// Returns the trailer of a record that originates from context `origin` at time `time_ns`. For
-    /// the context of a host CPU, the trailer does not identify a thread, because the running
-    /// thread is unknown.
+    /// Returns the trailer of a record that context `origin` writes at time `time_ns`. For the
+    /// context of a host CPU, the trailer does not identify a thread, because the running thread is
+    /// unknown.
     pub fn record_origin(&self, origin: &ContextCell, time_ns: u64) -> SampleId {
         let (pid, tid, cpu) = match (origin.cpu(), origin.vcpu()) {
             (Some(cpu), _) => (u32::MAX, u32::MAX, cpu),
@@ -190,7 +190,7 @@ impl CoreInner {
         }
     }
 
-    /// Performs a tick of one context after `expirations` expirations of the timer.
+    /// Performs a tick of one context, after the timer has expired `expirations` times.
     pub fn tick(&self, cell: &ContextCell, expirations: u64) {
         let now_ns = cell.now_ns();
         let mut context = cell.lock();
@@ -201,9 +201,9 @@ impl CoreInner {
         context.rotate(now_ns);
     }
 
-    /// Creates the source of the counts of an event with `attr` in `cell`. If the source is a
-    /// driver event, it is opened in the group of `leader`. Also returns the hardware requirements
-    /// if the driver is a hardware driver.
+    /// Creates the source of the counts of an event with attributes `attr` in context `cell`. A
+    /// driver event is opened in the group of `leader`. Also returns the hardware requirements if
+    /// the driver is a hardware driver.
     pub fn source(
         &self,
         attr: &Attr,
@@ -238,16 +238,16 @@ impl CoreInner {
 pub struct VcpuContext {
     pub(crate) vcpu: VcpuId,
     pub(crate) tid: i32,
-    /// Current context. A thread that runs several vCPUs may swap their contexts (see
+    /// Current context of the vCPU. A thread that runs several vCPUs may swap their contexts (see
     /// [`VcpuContext::switch_to`]).
     pub(crate) cell: ArcSwap<ContextCell>,
     pub(crate) core: Weak<CoreInner>,
     pub(crate) gates: Arc<OpenEventCounts>,
-    /// `true` after the vCPU was removed. Further calls have no effect, even through remaining
-    /// references.
+    /// `true` after the vCPU was removed. Method calls through remaining references then have no
+    /// effect.
     pub(crate) gone: AtomicBool,
-    /// Copy of [`Context::errors`] of the current context. Separate from `cell`, because it is read
-    /// at each VM entry.
+    /// Reference to [`Context::errors`] of the current context. Separate from `cell`, because it is
+    /// read at each VM entry.
     pub(crate) errors: Arc<AtomicU64>,
     /// Value of [`VcpuContext::errors`] that the vCPU thread has already handled.
     pub(crate) handled_errors: AtomicU64,

@@ -8,27 +8,27 @@ use crate::ring::RingError;
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum ControlError {
-    /// Closed event.
+    /// The event is closed.
     #[error("the event is closed")]
     Closed,
-    /// Buffer that is too short for the reading.
+    /// The buffer is too short for the reading.
     #[error("a reading needs {needed} bytes, but the buffer has {available}")]
     NoSpace {
-        /// Required size, in bytes.
+        /// Required size of the buffer, in bytes.
         needed: usize,
         /// Size of the buffer, in bytes.
         available: usize,
     },
-    /// Operation that the event does not support.
+    /// The event does not support the operation.
     #[error("{0}")]
     Invalid(&'static str),
-    /// Error of the driver.
+    /// The driver returned an error.
     #[error(transparent)]
     Driver(#[from] PmuError),
 }
 
 impl ControlError {
-    /// Returns the errno that `ioctl(2)` or `read(2)` on a kernel event returns in this case.
+    /// Returns the errno that `ioctl(2)` or `read(2)` on a kernel event returns for this error.
     #[must_use]
     pub fn errno(&self) -> i32 {
         match self {
@@ -40,34 +40,34 @@ impl ControlError {
     }
 }
 
-/// Error of opening an event.
+/// Error of opening an event ([`crate::PerfCore::open`]).
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum OpenError {
-    /// Malformed attributes.
+    /// The attributes are malformed.
     #[error(transparent)]
     Attr(#[from] AttrError),
-    /// Counting of the host kernel, which requires the admin role at this paranoid level.
+    /// The event counts the host kernel, which requires the admin role at this paranoid level.
     #[error(
         "counting the host kernel is denied at this paranoid level; exclude the host or the kernel, or use the admin role"
     )]
     HostKernelDenied,
-    /// VM-wide event, which requires the admin role at this paranoid level.
+    /// The event is VM-wide, which requires the admin role at this paranoid level.
     #[error("VM-wide events are denied at this paranoid level; open one vCPU, or use the admin role")]
     VmWideDenied,
-    /// Raw samples, which require the admin role at this paranoid level.
+    /// The event takes raw samples, which require the admin role at this paranoid level.
     #[error("raw samples are denied at this paranoid level; drop RAW, or use the admin role")]
     RawDenied,
-    /// Event of a whole CPU, which requires the admin role at this paranoid level.
+    /// The event counts a whole host CPU, which requires the admin role at this paranoid level.
     #[error("events of a whole CPU are denied at this paranoid level; open a thread, or use the admin role")]
     CpuDenied,
-    /// CPU number that is out of range.
+    /// The number of the host CPU is out of range.
     #[error("CPU {0} is out of range")]
     NoSuchCpu(u32),
-    /// VM that belongs to another user.
+    /// The VM belongs to another user.
     #[error("the VM belongs to another user; use the admin role")]
     NotOwner,
-    /// Sampling frequency above the limit.
+    /// The sampling frequency is above the limit.
     #[error("sampling frequency of {asked} Hz exceeds the limit of {limit} Hz")]
     FrequencyTooHigh {
         /// Requested frequency, in hertz.
@@ -75,39 +75,39 @@ pub enum OpenError {
         /// Maximum frequency, in hertz.
         limit: u64,
     },
-    /// Invalid combination of attributes.
+    /// The combination of attributes is invalid.
     #[error("{0}")]
     Combination(&'static str),
-    /// vCPU that does not exist or is being removed.
+    /// The vCPU does not exist or is being removed.
     #[error("vCPU {} not found", .0.0)]
     NoSuchVcpu(VcpuId),
-    /// vCPU that already exists.
+    /// The vCPU already exists.
     #[error("vCPU {} already exists", .0.0)]
     VcpuExists(VcpuId),
-    /// Group that the event cannot join.
+    /// The event cannot join the group.
     #[error("cannot join the group: {0}")]
     Group(&'static str),
-    /// Group that needs more slots than the PMU has for its events.
+    /// The group needs more slots than the PMU has for its events.
     #[error("{needed} events of the group need counters of a kind of which the PMU has {slots}")]
     GroupTooLarge {
-        /// Number of the group's events that compete for these slots.
+        /// Number of events in the group that compete for the suitable slots.
         needed: usize,
         /// Number of suitable slots.
         slots: usize,
     },
-    /// All suitable slots of a vCPU are in use, and sharing is disabled.
+    /// All suitable slots of a vCPU are in use, and overcommit is disabled.
     #[error(
         "all {slots} suitable counters of vCPU {} are in use and sharing is off; close an event or \
         allow sharing",
         .vcpu.0
     )]
     Overcommitted {
-        /// ID of the vCPU.
+        /// ID of the vCPU whose slots are in use.
         vcpu: VcpuId,
         /// Number of suitable slots.
         slots: usize,
     },
-    /// VM-wide events use all suitable slots of each vCPU, and sharing is disabled.
+    /// VM-wide events use all suitable slots of each vCPU, and overcommit is disabled.
     #[error(
         "VM-wide events use all {slots} suitable counters of each vCPU and sharing is off; close \
         one or allow sharing"
@@ -116,22 +116,22 @@ pub enum OpenError {
         /// Number of suitable slots.
         slots: usize,
     },
-    /// Software event that the VMM does not raise.
+    /// The VMM does not raise a software event with this ID.
     #[error("unknown software event {0}")]
     NoSuchSoftwareEvent(u64),
-    /// Redirection of the output to the ring of the given event failed.
+    /// The output cannot be redirected to the ring of the given event.
     #[error("cannot redirect the output")]
     Output(#[source] ControlError),
-    /// Event type without a driver.
+    /// No driver serves this event type.
     #[error("no driver supports event type {:#x}", .0.0)]
     NoDriver(EventType),
-    /// Error of the driver.
+    /// The driver returned an error.
     #[error(transparent)]
     Driver(#[from] PmuError),
 }
 
 impl OpenError {
-    /// Returns the errno that `perf_event_open(2)` returns in this case.
+    /// Returns the errno that `perf_event_open(2)` returns for this error.
     #[must_use]
     pub fn errno(&self) -> i32 {
         match self {
@@ -154,14 +154,14 @@ impl OpenError {
     }
 }
 
-/// Error of mapping a ring.
+/// Error of mapping a ring ([`crate::EventHandle::map`]).
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum MapError {
-    /// Closed event.
+    /// The event is closed.
     #[error("the event is closed")]
     Closed,
-    /// Event that is already mapped with a different size.
+    /// The event is already mapped with a different size.
     #[error("the event has a ring of {mapped} data pages, but {asked} were requested")]
     OtherSize {
         /// Number of data pages of the existing ring.
@@ -169,26 +169,26 @@ pub enum MapError {
         /// Requested number of data pages.
         asked: usize,
     },
-    /// Event whose output is redirected to another event.
+    /// The output of the event is redirected to another event.
     #[error("the event writes to another event's ring")]
     Redirected,
-    /// Memory limit of the user exceeded.
+    /// The ring would exceed the memory limit of the user.
     #[error(
         "{pages} more pages of ring memory exceed the limit of {limit} for this user; unmap a ring, raise the limit, or use the admin role"
     )]
     MemoryLimit {
-        /// Requested pages, including the control page.
+        /// Requested number of pages, including the control page.
         pages: u64,
-        /// Maximum number of pages of the user.
+        /// Maximum number of ring pages of the user.
         limit: u64,
     },
-    /// Error of creating the ring.
+    /// The ring cannot be created.
     #[error(transparent)]
     Ring(#[from] RingError),
 }
 
 impl MapError {
-    /// Returns the errno that `mmap(2)` on a kernel event returns in this case.
+    /// Returns the errno that `mmap(2)` on a kernel event returns for this error.
     #[must_use]
     pub fn errno(&self) -> i32 {
         match self {

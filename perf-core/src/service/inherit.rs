@@ -14,7 +14,7 @@ use crate::service::error::OpenError;
 use crate::service::open_events::{Child, EventLinks};
 
 impl CoreInner {
-    /// Returns `true` if a new vCPU inherits all VM-wide events.
+    /// Returns `true` if every open VM-wide event is inherited by new vCPUs.
     pub fn inherits_all(&self) -> bool {
         let vm = self.vm.lock();
         vm.groups.iter().all(|(_, g)| {
@@ -47,7 +47,7 @@ impl CoreInner {
         groups
     }
 
-    /// Creates the children of a group in `cell`.
+    /// Creates the children of all events of a group in context `cell`.
     pub fn inherit_group(
         &self,
         members: &[(EventKey, Arc<EventShared>)],
@@ -66,8 +66,8 @@ impl CoreInner {
         Ok(())
     }
 
-    /// Creates a child of `parent` in `cell`, in the current state of the parent, and adds it to
-    /// the parent's list of children.
+    /// Creates a child of `parent` in context `cell`, with the current state of the parent, and
+    /// adds the child to the family.
     pub fn inherit(
         &self,
         parent_key: EventKey,
@@ -124,8 +124,8 @@ impl CoreInner {
         Ok(key)
     }
 
-    /// Reverts a failed hot-add. Removes the children in `cell` from their parents without adding
-    /// their counts to those of the parents.
+    /// Reverts a failed hot-add: removes the children in context `cell` from their families. Their
+    /// counts are discarded.
     pub fn abandon(&self, cell: &Arc<ContextCell>) {
         for (key, parent) in self.children_in(cell) {
             let links = self.opened.get(parent.id);
@@ -145,7 +145,8 @@ impl CoreInner {
             .collect()
     }
 
-    /// Handles the removal of a vCPU.
+    /// Removes all events of a vCPU that was removed. Adds the totals of children to their parents
+    /// and writes the vCPU's last records.
     pub fn exit(&self, cell: &Arc<ContextCell>) {
         let now_ns = cell.now_ns();
         {

@@ -1,4 +1,4 @@
-//! Accounting of ring memory per user.
+//! Accounting of ring memory by user.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -7,17 +7,18 @@ use crate::lock::{Lock, LockGuard, LockRank};
 use crate::ring::MemoryWatch;
 use crate::service::error::MapError;
 
-/// Ring memory in use, in pages per user. Memory is charged as long as any process references it.
+/// The ring memory that each user has in use, in pages. Memory is charged as long as any process
+/// references it.
 #[derive(Debug)]
 pub(crate) struct RingMemory {
     users: Lock<HashMap<u32, UserMemory>>,
 }
 
-/// Ring memory of one user.
+/// Ring memory charged to one user.
 #[derive(Debug, Default)]
 struct UserMemory {
     pages: u64,
-    /// Memory that clients still map although this process has dropped its rings.
+    /// Rings that were dropped in this process and whose memory clients still map.
     held: Vec<ClientMemory>,
 }
 
@@ -28,8 +29,8 @@ struct ClientMemory {
 }
 
 impl UserMemory {
-    /// Refunds ring memory that clients have released since the last call. Costs one or two system
-    /// calls per ring.
+    /// Ends the charge for ring memory that clients have released since the last call. Takes one or
+    /// two system calls per ring.
     fn sweep(&mut self) {
         let pages = &mut self.pages;
         self.held.retain(|held| {
@@ -62,8 +63,8 @@ impl RingMemory {
         })
     }
 
-    /// Charges `pages` to `uid`. When the memory is released, the same user receives the refund,
-    /// regardless of which user unmaps the ring.
+    /// Charges `pages` pages of ring memory to user `uid`, until the memory is released by any
+    /// user.
     pub fn charge(
         self: &Arc<Self>,
         uid: u32,
@@ -90,13 +91,13 @@ impl RingMemory {
     }
 }
 
-/// A charge for the memory of one ring, owned by the ring ([`Ring::keep`]).
+/// The charge for the memory of one ring. Owned by the ring ([`Ring::keep`]).
 #[derive(Debug)]
 pub(crate) struct RingCharge {
     locked: Arc<RingMemory>,
     uid: u32,
     pages: u64,
-    /// Detects whether clients still map the memory. Present only if there is a limit.
+    /// Detects whether clients still map the memory. `None` for a user without a memory limit.
     pub watch: Option<MemoryWatch>,
 }
 

@@ -1,5 +1,5 @@
-//! Operations across contexts: the core with its drivers and vCPUs, open events, inheritance,
-//! output and overflow service. Independent of event handles.
+//! Operations that involve several contexts: the core with its drivers and vCPUs, open events,
+//! inheritance, output and overflow service. This module does not depend on event handles.
 
 pub(crate) mod config;
 pub(crate) mod core;

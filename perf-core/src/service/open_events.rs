@@ -1,4 +1,4 @@
-//! Registry of open events, with their locations and relationships.
+//! Registry of open events: the context, the children and the output of each event.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -15,12 +15,12 @@ use crate::model::slices::EstimateSum;
 use crate::model::totals::Totals;
 use crate::pmu::VcpuId;
 
-/// Family and output of an opened event.
+/// The children and the output of an open event.
 #[derive(Debug)]
 pub(crate) struct EventLinks {
-    /// Children, for an event with a child per vCPU.
+    /// Children of a VM-wide event, or `None` for an event without children.
     pub family: Option<Lock<Family>>,
-    /// Output of the event and its children. Not used on hot paths.
+    /// Output of the event and its children. Hot paths do not use this field.
     pub output: Lock<OutputState>,
 }
 
@@ -33,7 +33,8 @@ impl EventLinks {
     }
 }
 
-/// Open events by ID, used to find the related objects of an event in a context.
+/// Open events by ID. Contexts contain only IDs, with which the children and outputs of events are
+/// found here.
 #[derive(Debug)]
 pub(crate) struct OpenEvents(Lock<HashMap<u64, Arc<EventLinks>>>);
 
@@ -57,7 +58,7 @@ impl OpenEvents {
     }
 }
 
-/// A reference to an event in a context.
+/// A reference to an open event: its context, and its key in the context.
 #[derive(Clone, Debug)]
 pub(crate) struct EventRef {
     pub cell: Arc<ContextCell>,
@@ -68,7 +69,7 @@ pub(crate) struct EventRef {
 
 pub(crate) type Family = Children<Child>;
 
-/// A child event in a vCPU context.
+/// A child event: the context of its vCPU, and its key in the context.
 #[derive(Clone, Debug)]
 pub(crate) struct Child {
     pub cell: Arc<ContextCell>,
@@ -79,19 +80,19 @@ pub(crate) struct Child {
 #[derive(Debug, Default)]
 pub(crate) struct OutputState {
     pub own: Option<Arc<Output>>,
-    /// Number of calls of `map` that were not reverted by `unmap`.
+    /// Number of calls of [`crate::EventHandle::map`] that were not reverted by `unmap`.
     pub mappings: usize,
-    /// Event whose ring this event uses instead of its own. The other event may be closed.
+    /// Event to whose ring the output of this event is redirected. That event may be closed.
     pub redirect: Option<EventRef>,
-    /// Events that write to the ring of this event.
+    /// Events whose outputs are redirected to the ring of this event.
     pub sources: Vec<EventRef>,
     /// `true` after the event was closed. Its ring is kept while other events write to it.
     pub closed: bool,
 }
 
 impl OutputState {
-    /// Returns the ring if no event writes to it any longer. The caller must drop it without
-    /// holding any lock.
+    /// Takes the ring of a closed event if no other event writes to the ring any longer. The caller
+    /// must drop it without holding any lock.
     #[must_use]
     pub fn take_unused(&mut self) -> Option<Arc<Output>> {
         if self.closed && self.sources.is_empty() {
@@ -129,7 +130,8 @@ impl EventRef {
         Some(self.links.family.as_ref()?.lock())
     }
 
-    /// Returns the key of this event's child in `cell`.
+    /// Returns the key of this event's child in context `cell`, or `None` if there is no such
+    /// child.
     pub fn child_in(&self, cell: &Arc<ContextCell>) -> Option<EventKey> {
         self.family()?
             .live()
@@ -138,8 +140,8 @@ impl EventRef {
             .map(|c| c.key)
     }
 
-    /// Runs `op` on the event and on each child, each under the lock of its context. Returns `None`
-    /// if the event is closed.
+    /// Runs `op` on the event and on each of its children, under the lock of the respective
+    /// context. Returns `None` if the event is closed.
     pub fn for_each<R>(&self, mut op: impl FnMut(&mut Context, EventKey, u64) -> R) -> Option<R> {
         let family = self.family();
         let result = {
@@ -165,7 +167,7 @@ impl EventRef {
         })
     }
 
-    /// Resets the count and the saved counts of exited children.
+    /// Resets the count of the event and its children, including exited ones, to zero.
     pub fn reset(&self) -> Option<()> {
         // The family lock is held throughout, so that a child exits either entirely before or
         // entirely after the reset.
@@ -207,7 +209,8 @@ impl EventRef {
         Some(members.into_iter().filter_map(member).collect())
     }
 
-    /// Removes the event and its children from their contexts. Requires the topology lock.
+    /// Removes the event and its children from their contexts. The caller must hold the topology
+    /// lock.
     pub fn remove(&self) {
         let children = self.family().map(|mut f| f.drain()).unwrap_or_default();
         for child in children {

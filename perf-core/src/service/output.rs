@@ -1,4 +1,4 @@
-//! Output redirection of events to their own ring or to that of another event.
+//! Output of events to their own ring or to the ring of another event.
 //!
 //! The code of this module is not performance-critical and runs under the topology lock. The hot
 //! path uses the pointer [`crate::model::event::Event::output`], which this module updates when a
@@ -16,7 +16,8 @@ impl EventRef {
         self.links.output.lock()
     }
 
-    /// Checks that other events may write to the ring of this event. Requires the topology lock.
+    /// Checks that other events may write to the ring of this event. The caller must hold the
+    /// topology lock.
     pub fn can_be_output(&self) -> Result<(), ControlError> {
         if self.output_state().redirect.is_some() {
             return Err(ControlError::Invalid("the target writes to another event itself"));
@@ -27,20 +28,20 @@ impl EventRef {
         Ok(())
     }
 
-    /// Returns the ring that the event owns.
+    /// Returns the event's own ring, if it has one.
     pub fn own_output(&self) -> Option<Arc<Output>> {
         self.output_state().own.clone()
     }
 
-    /// Records that this event is redirected to the ring of `target`, for a new event that was
-    /// opened with that ring as its output.
+    /// Records that the output of this new event was redirected to the ring of `target` when the
+    /// event was opened.
     pub fn record_redirect(&self, target: &Self) {
         self.output_state().redirect = Some(target.clone());
         target.output_state().sources.push(self.clone());
     }
 
-    /// Updates the output pointers of the event, of its children, and of events that are redirected
-    /// to it.
+    /// Updates the ring pointers in the contexts: those of this event, of its children, and of the
+    /// events that are redirected to this one.
     pub fn propagate_output(&self) {
         let (output, sources) = {
             let state = self.output_state();
@@ -58,8 +59,8 @@ impl EventRef {
         }
     }
 
-    /// Detaches a closed event from its output. Events that write to its ring continue to do so and
-    /// keep the ring alive.
+    /// Detaches a closed event from its output. Other events that write to its ring continue to do
+    /// so and keep the ring alive.
     pub fn release_output(&self) {
         let (redirect, _ring) = {
             let mut state = self.output_state();
@@ -72,7 +73,7 @@ impl EventRef {
         }
     }
 
-    /// Removes `source` from the list of events that write to this event's ring.
+    /// Removes `source` from the list of events that are redirected to this event's ring.
     fn remove_source(&self, source: &Self) {
         let _ring = {
             let mut state = self.output_state();
@@ -81,8 +82,8 @@ impl EventRef {
         };
     }
 
-    /// Redirects the event's output to the ring of `target`, or back to its own ring. Requires the
-    /// topology lock.
+    /// Redirects the event's output to the ring of `target`, or back to its own ring. The caller
+    /// must hold the topology lock.
     pub fn set_output(&self, target: Option<&Self>) -> Result<(), ControlError> {
         if let Some(target) = target {
             if Arc::ptr_eq(&self.shared, &target.shared) {

@@ -8,7 +8,7 @@ use crate::model::software::{LevelGuard, SoftwareEventId, SoftwareEventLevel};
 use crate::sample::OverflowReport;
 use crate::service::core::{CoreInner, VcpuContext};
 
-/// Services the overflows of the vCPU of `cell` and of the VM context.
+/// Services the overflows of the vCPU with context `cell`, and those of the VM context.
 pub(crate) fn service(
     core: &CoreInner,
     cell: &ContextCell,
@@ -31,10 +31,10 @@ pub(crate) fn service(
     served
 }
 
-/// The state of one overflow service call, including the vCPU registers.
+/// The state of one call that services overflows, including the registers of the vCPU.
 struct OverflowService<'a> {
     core: &'a CoreInner,
-    /// vCPU that services the overflows.
+    /// Context of the vCPU that services the overflows.
     origin: &'a ContextCell,
     regs: &'a mut dyn SampleRegs,
     known: RegsCache,
@@ -46,8 +46,8 @@ impl OverflowService<'_> {
     ///
     /// The context is locked twice, first to find the overflowed events and then to account for
     /// them. In between, no lock is held while the registers for the samples are read. The
-    /// registers belong to a single point in time, so they are not read again for further events.
-    /// If no sample needs registers, the context is locked only once.
+    /// registers are read only once per call. If no sample needs registers, the context is locked
+    /// only once.
     fn serve(&mut self, cell: &ContextCell, sink: &mut dyn FnMut(OverflowReport)) -> u32 {
         let mut noticed = OverflowSearch::default();
         loop {
@@ -105,7 +105,7 @@ pub(crate) struct RaisedEvent {
 }
 
 impl VcpuContext {
-    /// Raises an event. See [`VcpuContext::software_event_at`].
+    /// Raises a software event on this vCPU. See [`VcpuContext::software_event_at`].
     pub(crate) fn raise(
         &self,
         RaisedEvent { level, id, n }: RaisedEvent,

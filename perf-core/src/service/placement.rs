@@ -26,10 +26,10 @@ pub(crate) struct Placement {
 }
 
 impl CoreInner {
-    /// Determines the context and the source of the counts of a new event. A VM-wide event becomes
-    /// a family (a parent with one child per vCPU) if its driver counts per vCPU. If the driver
-    /// counts for the whole package, the event remains a single event regardless of `inherit`,
-    /// because its count would otherwise be multiplied.
+    /// Determines the context, the source of the counts and the owner of a new event. A VM-wide
+    /// event becomes a family (a parent with one child per vCPU) if its driver counts per vCPU. If
+    /// the driver counts for the whole package, the event remains a single event regardless of
+    /// `inherit`, because its count would otherwise be multiplied.
     pub fn place(
         &self,
         attr: &Attr,
@@ -102,7 +102,8 @@ impl CoreInner {
         }
     }
 
-    /// Performs [`CoreInner::check_slots`] for a child of an event with `attr`.
+    /// Performs [`CoreInner::check_slots`] for a child that an event with attributes `attr` will
+    /// have.
     pub fn check_child(
         &self,
         attr: &Attr,
@@ -116,8 +117,8 @@ impl CoreInner {
     }
 
     /// Checks that a VM-wide event and its group would fit on a vCPU that is added later and has
-    /// only inherited events. Without this check, events that were accepted while there was no vCPU
-    /// would make a later hot-add fail.
+    /// only inherited events. Without this check, a hot-add could fail because of events that were
+    /// opened while there was no vCPU.
     pub fn check_hot_add(&self, attr: &Attr, leader: Option<&EventRef>) -> Result<(), OpenError> {
         let leads = leader.map_or(attr.inherit, |l| l.shared.attr.inherit);
         let Some((at, pmu, capacity)) = self.driver(attr.ty).filter(|_| leads) else {
@@ -168,14 +169,15 @@ impl CoreInner {
         Ok(())
     }
 
-    /// Returns `true` if events that cannot all be active simultaneously are rejected.
+    /// Returns `true` if the core rejects an event that cannot be active at the same time as all
+    /// other events.
     fn is_strict(&self) -> bool {
         self.limits.share() == SharePolicy::Strict || !self.limits.overcommit.load(Ordering::Relaxed)
     }
 
-    /// Checks that a slot exists for one more hardware event. The event must always fit together
-    /// with the other members of its group, and under strict sharing also together with all other
-    /// events.
+    /// Checks that the slots suffice for one more hardware event. The event must always fit
+    /// together with the other members of its group, and under strict sharing also together with
+    /// all other events.
     pub fn check_slots(
         &self,
         cell: &ContextCell,

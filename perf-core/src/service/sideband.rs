@@ -3,9 +3,9 @@
 //! scheduled in or out. MMAP records describe guest memory mappings, and READ records contain the
 //! final values of inherited events.
 //!
-//! The records are written to enabled events that request them, in the VM context and among the
-//! events opened on the affected vCPU. Children do not write them, because the ring of their parent
-//! would receive each record several times.
+//! The core writes a record for each enabled event in the VM context, and for each enabled event
+//! that was opened on the affected vCPU, if the event requests the record. Children write no
+//! side-band records, because the ring of their parent would receive each record several times.
 
 use std::sync::atomic::Ordering;
 
@@ -16,8 +16,8 @@ use crate::model::state::EventState;
 use crate::record::{CommRecord, EncodeRecord, ReadRecord, SampleId, SwitchRecord, TaskRecord};
 use crate::service::core::{CoreInner, VcpuContext};
 
-/// Writes a record to each event of `cell` that `wants` selects. `record` creates the record from a
-/// trailer, and `by` identifies the originating vCPU and time.
+/// Writes a record for each enabled event in context `cell` that `wants` selects. `record` creates
+/// the record from a trailer. `by` contains the vCPU and the time of the record.
 pub(crate) fn write_to<R: EncodeRecord>(
     cell: &ContextCell,
     by: SampleId,
@@ -81,8 +81,7 @@ impl CoreInner {
     }
 
     /// Writes a SWITCH record for `vcpu` with context `cell`. Writes nothing after the vCPU was
-    /// removed, because its EXIT record, which is written under the same locks, must be its last
-    /// record.
+    /// removed, because EXIT must be the last record of a vCPU.
     pub fn switch_record(&self, vcpu: &VcpuContext, cell: &ContextCell, out: bool) {
         let by = self.record_origin(cell, cell.now_ns());
         let record = |sample_id| SwitchRecord { out, sample_id };

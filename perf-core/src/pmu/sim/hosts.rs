@@ -14,27 +14,27 @@ pub struct SimHost {
     pub general: usize,
     /// Fixed-function counters.
     pub fixed: Vec<SimFixedCounter>,
-    /// Counters that another user holds.
+    /// Counters that another user of the PMU holds.
     pub taken: CounterMask,
 }
 
 /// A fixed-function counter of a [`SimHost`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SimFixedCounter {
-    /// `config` of the event that the counter holds.
+    /// Value of `config` for the event that the counter holds.
     pub config: u64,
     /// `true` if general-purpose counters can hold the event too.
     pub general_too: bool,
 }
 
 impl SimHost {
-    /// `config` of cycles, as in perf.
+    /// Value of `config` for cycles, as in perf.
     pub const CYCLES: u64 = 0;
-    /// `config` of instructions, as in perf.
+    /// Value of `config` for instructions, as in perf.
     pub const INSTRUCTIONS: u64 = 1;
-    /// `config` of branches, as in perf. No fixed-function counter holds this event.
+    /// Value of `config` for branches, as in perf. No fixed-function counter holds this event.
     pub const BRANCHES: u64 = 4;
-    /// `config` of reference cycles, as in perf.
+    /// Value of `config` for reference cycles, as in perf.
     pub const REF_CYCLES: u64 = 9;
 
     /// Returns an Intel PMU with fixed-function counters for instructions, cycles and reference
@@ -54,7 +54,7 @@ impl SimHost {
         }
     }
 
-    /// Returns an AMD PMU.
+    /// Returns an AMD PMU, which has only general-purpose counters.
     #[must_use]
     pub fn amd(general: usize) -> Self {
         Self {
@@ -92,7 +92,7 @@ impl SimHost {
         }
     }
 
-    /// Returns the simulator configuration for this host.
+    /// Returns the configuration of a [`super::SimPmu`] that simulates this host.
     #[must_use]
     pub fn config(&self) -> SimConfig {
         let general = CounterMask::first(self.general);
