@@ -1,9 +1,8 @@
 //! Benchmarks of the core itself: a tick, a read, and scheduling a vCPU in and out.
 //!
 //! The driver does nothing, so the times are those of the core alone. Reads of a kernel event are
-//! also measured, because they are what a conventional application pays for. The figures are
-//! printed at the end with their targets. Where there is a measurement to compare with, the figure
-//! is a ratio, because ratios, unlike times, are comparable across machines.
+//! measured for comparison. The results are printed at the end with their targets. Results are
+//! ratios where possible, because ratios can be compared across machines.
 #![expect(unsafe_code, reason = "calls of the system")]
 
 mod nothing;
@@ -54,10 +53,10 @@ impl Setup {
     }
 }
 
-/// Numbers of groups for which ticks are compared.
+/// Numbers of groups for which the cost of a tick is compared.
 const GROUPS: [usize; 3] = [10, 1_000, 100_000];
 
-/// Opens a kernel software event on this thread.
+/// Opens a software event of the kernel on this thread.
 fn kernel_event(config: u64, leader: i32, read_format: u64) -> i32 {
     let mut attr = perf_event_attr {
         type_: 1,
@@ -128,8 +127,8 @@ fn kernel_off_and_on(fd: i32) {
 }
 
 /// Returns the minimum times, in nanoseconds, of opening and closing an event and of disabling and
-/// enabling it. Alternating runs measure perf-core and the kernel's system calls. Two other events
-/// of the context are active during the measurement.
+/// enabling it. The measurement alternates between perf-core and the kernel's system calls, while
+/// two other events of the context are active.
 fn open_and_enable() -> [[f64; 2]; 2] {
     let s = setup(8, None);
     let _others = [s.open(None), s.open(None)];
@@ -174,10 +173,10 @@ fn switch(c: &mut Criterion) {
     });
 }
 
-/// Number of measurements, of which the fastest is reported.
+/// Number of measurements, of which the fastest one is reported.
 const RUNS: usize = 15;
 
-/// Runs `work` repeatedly and returns the mean time per run, in nanoseconds.
+/// Runs `work` repeatedly and returns the mean time of one run, in nanoseconds.
 fn once(work: &mut dyn FnMut()) -> f64 {
     let iterations = if figures::only_tried() { 10 } else { 20_000 };
     let start = Instant::now();
@@ -187,12 +186,13 @@ fn once(work: &mut dyn FnMut()) -> f64 {
     start.elapsed().as_nanos() as f64 / f64::from(iterations)
 }
 
-/// Returns the shortest of several measurements of `work`, in nanoseconds per run.
+/// Measures `work` several times and returns the shortest time of one run, in nanoseconds.
 fn best(mut work: impl FnMut()) -> f64 {
     (0..RUNS).map(|_| once(&mut work)).fold(f64::INFINITY, f64::min)
 }
 
-/// A vCPU with groups that are multiplexed on four slots, and the clock that drives its ticks.
+/// A vCPU whose groups are multiplexed on four slots, and the clock that the tick benchmarks
+/// advance.
 struct Ticking {
     clock: Arc<ManualClock>,
     setup: Setup,
@@ -216,8 +216,8 @@ impl Ticking {
         self.setup.vcpu.tick();
     }
 
-    /// Checks that the ticks multiplexed the groups: four groups are active, and each of the first
-    /// ten groups has been active.
+    /// Checks that the ticks multiplexed the groups: four groups are active now, and each of the
+    /// first ten groups was active at some time.
     fn check(&self) {
         assert_eq!(self.setup.vcpu.stats().active, 4);
         for event in self.events.iter().take(10) {
@@ -226,7 +226,7 @@ impl Ticking {
     }
 }
 
-/// Computes and prints the ratios. Both measurements of a ratio are made in the same run.
+/// Computes and prints the ratios between measurements of this run.
 fn ratios(_: &mut Criterion) {
     if std::env::args().any(|a| a == "--list") {
         return;

@@ -1,10 +1,10 @@
-//! Benchmarks of ring records: writing a 40-byte record alone or as part of a batch, with and
-//! without a concurrent writer, and reading it. Reading is compared with the crates perf-event2 and
+//! Benchmarks of ring records: writing 40-byte records one by one or in batches, with and without a
+//! concurrent writer, and reading them. Reading is compared with the crates perf-event2 and
 //! perf-event-open on the same bytes.
 //!
-//! Those two crates only read rings of the kernel. Each of them therefore opens a kernel perf event
-//! with a ring of the same size. The memfd of this crate's ring, which has the same layout, is then
-//! mapped over the crate's mapping of the kernel ring.
+//! These two crates can only read rings of the kernel. For each of them, the benchmark opens a
+//! kernel perf event with a ring of the same size, and then maps the memfd of this crate's ring,
+//! which has the same layout, over the kernel ring.
 //!
 //! All times are CPU times of the thread, so that other load on the machine does not distort them.
 #![expect(unsafe_code, reason = "calls of the system")]
@@ -23,9 +23,9 @@ use perf_core::record::{DecodedRecord, EncodeRecord, RecordFormat, Sample};
 use perf_core::ring::{PAGE_SIZE, Ring, RingMode, RingReader};
 use test_support::figures::{self, BenchmarkFigure, BenchmarkTarget};
 
-/// Number of data pages: 256 KiB, small enough for the second-level cache of most machines.
+/// Number of data pages of the ring: 256 KiB, which fit in the second-level cache of most machines.
 const DATA_PAGES: usize = 64;
-/// Size of a record with [`FORMAT`], in bytes.
+/// Size of a benchmark record with format [`FORMAT`], in bytes.
 const RECORD: usize = 40;
 const FORMAT: RecordFormat = RecordFormat {
     sample_type: SampleType::IP
@@ -47,7 +47,8 @@ fn sample(n: u64) -> Sample<'static> {
     }
 }
 
-/// Times in nanoseconds per record, by benchmark name, with one entry for each sample of criterion.
+/// Measured times in nanoseconds per record, by benchmark name. Each sample of criterion has one
+/// entry.
 static SEEN: Mutex<BTreeMap<String, Vec<f64>>> = Mutex::new(BTreeMap::new());
 /// Number of samples per benchmark, after criterion's warm-up.
 const SAMPLES: usize = 20;
@@ -58,7 +59,8 @@ fn note(name: String, time: Duration, records: u64) {
     of_this.push(time.as_nanos() as f64 / records.max(1) as f64);
 }
 
-/// Returns the median, in nanoseconds per record, or `None` if `name` was not measured.
+/// Returns the median time of benchmark `name`, in nanoseconds per record, or `None` if it was not
+/// measured.
 fn median(name: &str) -> Option<f64> {
     let seen = SEEN.lock().unwrap_or_else(PoisonError::into_inner);
     let all = seen.get(name)?;
@@ -67,8 +69,8 @@ fn median(name: &str) -> Option<f64> {
     last.get(last.len() / 2).copied()
 }
 
-/// Pins this thread to the `nth` of its allowed CPUs, so that competing threads run in parallel.
-/// Returns `false` if there are too few CPUs.
+/// Pins this thread to the CPU with index `nth` in its list of allowed CPUs, so that competing
+/// threads run in parallel. Returns `false` if there are too few CPUs.
 fn run_on_processor(nth: usize) -> bool {
     // SAFETY: a CPU set is a bit field for which zero bits are valid.
     let mut allowed: libc::cpu_set_t = unsafe { std::mem::zeroed() };
@@ -99,7 +101,7 @@ fn thread_time() -> Duration {
     Duration::new(now.tv_sec as u64, now.tv_nsec as u32)
 }
 
-/// Fills the ring and returns the number of records.
+/// Fills the ring with records and returns the number of records.
 fn fill(ring: &Ring) -> u64 {
     (0..)
         .take_while(|&n| sample(n).write(FORMAT, ring).is_ok())
@@ -175,7 +177,8 @@ fn perf_event_open_reader(ring: &Ring) -> perf_event_open::sample::Sampler {
     })
 }
 
-/// Measures `drain`, which returns the number of records that it read from the full ring.
+/// Measures the time in which `drain` reads all records of a full ring. `drain` returns the number
+/// of records.
 fn reading(
     (group, kind): (&mut BenchmarkGroup<'_, WallTime>, &str),
     name: &str,
@@ -332,14 +335,13 @@ fn bench_write(criterion: &mut Criterion) {
     group.finish();
 }
 
-/// Number of records per batch.
+/// Number of records that are written per batch.
 const TOGETHER: u64 = 16;
 
-/// Runs several writers concurrently. Each writes its share of the records, `together` at a time,
-/// either to its own ring or to a common ring. The time is that of the slowest writer. A sample in
-/// which a writer was descheduled is discarded: meanwhile the other writers had the ring to
-/// themselves, or the open reservation of the descheduled writer caused their records to be
-/// rejected.
+/// Runs several writers concurrently, each on its own ring or all on a common ring. Each writer
+/// writes its share of the records, `together` at a time. The measured time is that of the slowest
+/// writer. A sample in which a writer was descheduled is discarded, because the writers then did
+/// not compete all the time.
 fn side_by_side(
     group: &mut BenchmarkGroup<'_, WallTime>,
     (name, writers, together): (&str, usize, u64),
@@ -402,7 +404,7 @@ fn side_by_side(
     );
 }
 
-/// Computes and prints the ratios of this run's measurements.
+/// Computes and prints the ratios between measurements of this run.
 fn ratios(_: &mut Criterion) {
     let over = |a: Option<f64>, b: Option<f64>| Some(a? / b?);
     let one = median("one writer");

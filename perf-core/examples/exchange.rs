@@ -1,5 +1,5 @@
-//! One host thread that alternates between two vCPUs. Their contexts have the same inherited
-//! events, so a context switch exchanges the contexts: no event is stopped or started, and each
+//! Demonstrates one host thread that alternates between two vCPUs. Both vCPUs have the same
+//! inherited events, so a switch swaps their contexts: no event is stopped or started, and each
 //! vCPU keeps its counts.
 //!
 //! `cargo run -p perf-core --example exchange`
@@ -13,7 +13,8 @@ use perf_core::pmu::host::HostPmu;
 use perf_core::*;
 use shared::*;
 
-/// Switches back and forth `n` times. Returns the duration and the number of exchanges.
+/// Switches back and forth between the two vCPUs `n` times. Returns the duration, and the number of
+/// switches that swapped the contexts.
 fn switch(a: &VcpuContext, b: &VcpuContext, n: u32) -> (Duration, u32) {
     let (began, mut exchanged) = (Instant::now(), 0);
     for _ in 0..n {

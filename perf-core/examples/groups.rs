@@ -1,6 +1,6 @@
-//! Demonstrates a group read in the format of `read(2)`, an output shared by two events, a ring
-//! that is paused while it is read and the records lost during the pause, and the hang-up that poll
-//! reports.
+//! Demonstrates groups and rings: a group is read in the format of `read(2)`, two events share an
+//! output, a ring is paused while it is read, records are lost during the pause, and a poll reports
+//! a hang-up.
 //!
 //! `cargo run -p perf-core --example groups`
 

@@ -1,5 +1,5 @@
-//! Opens more events than there are counters. Flexible groups are multiplexed, pinned groups are
-//! not, and estimates have error bars.
+//! Demonstrates multiplexing with more events than counters: flexible groups are multiplexed,
+//! pinned groups are not, and estimates have error bars.
 //!
 //! The counters are the host's software events, of which this example allows two at a time. `cargo
 //! run -p perf-core --example multiplexing [rotate|adaptive]`

@@ -1,6 +1,6 @@
-//! Demonstrates software events that a VMM raises. Counts and samples exits of vCPUs, raises an
-//! event in a signal handler that interrupts the handling of another event, supplies names and
-//! mappings for readers, and changes operator settings at run time. Requires nothing from the host.
+//! Demonstrates software events that a VMM raises. The example counts and samples exits of vCPUs,
+//! raises an event in a signal handler during the handling of another event, supplies names and
+//! mappings for readers, and changes settings at run time. It runs on any host.
 //!
 //! `cargo run -p perf-core --example raised`
 
@@ -11,7 +11,7 @@ use perf_core::*;
 /// The registers of a vCPU at an exit.
 struct Exit {
     ip: u64,
-    /// Exit reason, the raw data of samples that request it.
+    /// Exit reason, which samples contain as raw data.
     reason: [u8; 8],
 }
 
@@ -27,7 +27,7 @@ impl SampleRegs for Exit {
     }
 }
 
-/// An exit whose handling is interrupted by a signal. The signal handler raises another event.
+/// A VM exit whose handling is interrupted by a signal handler that raises another event.
 struct InterruptedExit<'a> {
     exit: Exit,
     vcpu: &'a VcpuContext,

@@ -1,5 +1,5 @@
 //! Demonstrates sampling by period and by frequency, with period changes, an overflow limit and
-//! throttling, and explains the period of each sample.
+//! throttling. Explains the period of each sample.
 //!
 //! The events are page faults and CPU time of this thread, counted by the host kernel, which sends
 //! a signal at each overflow. `cargo run -p perf-core --example sampling`
@@ -15,7 +15,7 @@ use perf_core::ring::RingReader;
 use perf_core::*;
 use shared::*;
 
-/// An event with its ring, and the totals read from it.
+/// A sampling event, its ring, and the totals of the samples read from the ring.
 struct Sampled {
     handle: EventHandle,
     reader: RingReader,
@@ -36,7 +36,7 @@ impl Sampled {
         })
     }
 
-    /// Reads the ring and prints throttling records.
+    /// Reads all records of the ring, adds up the samples, and prints throttling records.
     fn drain(&mut self) -> Result<(), Box<dyn std::error::Error>> {
         let attr = self.handle.attr();
         let format = RecordFormat::from(attr);

@@ -1,4 +1,4 @@
-//! A driver whose events cost nothing. Replaces the host driver in benchmarks.
+//! A driver for benchmarks whose events do nothing, in place of the host driver.
 
 use perf_core::pmu::{PmuCapacity, PmuError, PmuTarget};
 use perf_core::{Attr, EventType, Pmu, PmuEvent};
@@ -6,7 +6,7 @@ use perf_core::{Attr, EventType, Pmu, PmuEvent};
 /// A driver that has slots but does nothing, so that only the cost of the core is measured.
 #[derive(Debug)]
 pub struct NoopPmu {
-    /// Number of slots.
+    /// Number of slots of the driver.
     pub slots: usize,
 }
 

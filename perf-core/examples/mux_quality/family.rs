@@ -1,6 +1,6 @@
-//! A family of random traces, each drawn from its own seed. The adaptive policy was tuned on seeds
-//! 0 to 119, and the estimator's standard error on seeds 0 to 19. The seeds of [`HOLD_OUT`] were
-//! drawn after both were complete.
+//! Random traces for the comparison of multiplexing policies, each drawn from its own seed. The
+//! adaptive policy was tuned on seeds 0 to 119, and the estimator's standard error on seeds 0 to
+//! 19. The seeds of [`HOLD_OUT`] were drawn after both were complete.
 
 use std::f64::consts::TAU;
 use std::ops::Range;
@@ -9,18 +9,18 @@ use fastrand::Rng;
 
 use super::traces::{MS, STEP_NS, TICK_NS, Trace};
 
-/// Seeds for the published figures.
+/// Seeds of the random traces for the published figures.
 pub const HOLD_OUT: Range<u64> = 5_000_000..5_000_120;
 
-/// Initial length of the adaptive policy's intervals, in ticks.
+/// Initial multiplexing interval of the adaptive policy, in ticks.
 pub const PACE: f64 = 0.146;
 /// Name of the trace kind that [`in_step`] creates.
 pub const IN_STEP: &str = "in-step";
-/// Name of the trace kind that [`of_kind`] creates to be adversarial for plain rotation.
+/// Name of the trace kind with a periodic pattern in phase with the rotation of round robin.
 pub const IN_STEP_ROTATE: &str = "in-step-rotate";
-/// All trace kinds that [`of_kind`] creates: the kinds of [`trace`], rhythms that are adversarial
-/// for one of the two multiplexing policies, and three held-out kinds that were not used to choose
-/// a policy or an estimator.
+/// All trace kinds that [`of_kind`] creates: the kinds of [`trace`], periodic patterns in phase
+/// with the intervals of one of the two policies, and three kinds that were not used to choose a
+/// policy or an estimator.
 pub const ALL_KINDS: [&str; 15] = [
     "steady",
     "bursts",
@@ -39,7 +39,7 @@ pub const ALL_KINDS: [&str; 15] = [
     IN_STEP_ROTATE,
 ];
 
-/// Trace kinds that [`trace`] creates.
+/// The trace kinds that [`trace`] creates.
 const KINDS: [&str; 10] = [
     "rhythm",
     "rhythms",
@@ -53,19 +53,20 @@ const KINDS: [&str; 10] = [
     "mixture",
 ];
 
-/// Creates the trace of `seed`. The kinds alternate, so any ten consecutive seeds yield each kind
-/// once.
+/// Creates the random trace of seed `seed`. The kind depends on the seed: ten consecutive seeds
+/// yield each kind once.
 pub fn trace(seed: u64) -> Trace {
     drawn(KINDS[(seed % KINDS.len() as u64) as usize], seed)
 }
 
-/// Creates the trace of `seed` of the given `kind`, one of [`ALL_KINDS`].
+/// Creates the random trace of seed `seed` and kind `kind`, one of [`ALL_KINDS`].
 pub fn of_kind(kind: &str, seed: u64) -> Trace {
     drawn(kind, seed)
 }
 
-/// Creates the trace of `seed`. The period of its rhythm is within 0.1 % of a simple ratio to the
-/// adaptive policy's first rotation, so both stay in phase for seconds.
+/// Creates a random trace with a periodic pattern. The ratio of the pattern's period to the first
+/// rotation of the adaptive policy is within 0.1 % of a simple fraction, so the pattern stays in
+/// phase with the rotations for seconds.
 pub fn in_step(seed: u64) -> Trace {
     drawn(IN_STEP, seed)
 }
@@ -155,7 +156,7 @@ fn drawn(kind: &str, seed: u64) -> Trace {
     )
 }
 
-/// Returns the kind of the trace `name`.
+/// Returns the kind of the trace with name `name`, which is the name without the seed.
 pub fn kind(name: &str) -> &str {
     name.rsplit_once('-').map_or(name, |(kind, _)| kind)
 }
@@ -230,8 +231,8 @@ fn ramp(rng: &mut Rng, steps: usize) -> Vec<f64> {
         .collect()
 }
 
-/// Creates a random walk of the logarithm of the rate, which changes by a factor of two in 50 to
-/// 1,000 ms.
+/// Creates rates whose logarithm is a random walk. A rate changes by a factor of two in 50 to 1,000
+/// ms.
 fn drift(rng: &mut Rng, steps: usize) -> Vec<f64> {
     let ms = log_uniform(rng, 50.0, 1_000.0);
     let step = std::f64::consts::LN_2 / (ms * MS as f64 / STEP_NS as f64).sqrt();
@@ -267,7 +268,7 @@ fn phases(rng: &mut Rng, bounds: &[usize], steps: usize) -> Vec<f64> {
     rates
 }
 
-/// Creates rare events whose sizes have infinite variance.
+/// Creates rates with rare bursts, whose sizes have infinite variance.
 fn long_tail(rng: &mut Rng, steps: usize) -> Vec<f64> {
     let alpha = 1.1 + 0.7 * rng.f64();
     let off = log_uniform(rng, 20.0, 300.0);

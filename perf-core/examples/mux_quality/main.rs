@@ -1,6 +1,5 @@
-//! Measures the accuracy of multiplexed estimates. Compares the adaptive policy and the
-//! interpolating estimator with round robin and linear scaling, on fixed traces and on a family of
-//! random traces.
+//! Measures the accuracy of the estimates of multiplexed events. Compares the adaptive policy with
+//! interpolation to round robin with linear scaling, on fixed traces and on random traces.
 //!
 //! `cargo run --release --example mux_quality`
 
@@ -14,9 +13,9 @@ use measure::{Comparison, ErrorBars, all_bars, bars, mean_error, run_core, runs,
 use perf_core::mux::MuxPolicy;
 use traces::{EVENTS, SEEDS, SLOTS, TICK_NS, Trace};
 
-/// Number of seeds with which each trace of the random family is measured.
+/// Number of seeds with which each random trace is measured.
 const FAMILY_SEEDS: usize = 8;
-/// Number of traces of each kind that are run through a core.
+/// Number of traces of each kind that are measured with a core.
 const CORE_TRACES: usize = 40;
 
 fn hasty_ns() -> u64 {
@@ -173,8 +172,8 @@ fn random() {
     );
 }
 
-/// Runs traces of all kinds on a core under both policies, and reports the error bars that users of
-/// the core see.
+/// Measures traces of all kinds with a core under both policies, and prints statistics of the error
+/// bars that users of the core see.
 fn through_a_core() {
     println!("\nthrough a core, interpolating, {CORE_TRACES} traces of each kind, one seed each");
     println!(

@@ -12,20 +12,22 @@ use perf_core::*;
 
 use super::traces::{SEEDS, TICK_NS, Trace};
 
-/// Results of simulating one policy on one trace with one seed.
+/// Results of the simulation of one policy on one trace with one seed.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Run {
-    /// Mean over the events of |estimate - truth| / truth, with linear scaling.
+    /// Mean relative error of the events' estimates (|estimate - truth| / truth) with linear
+    /// scaling.
     pub linear_error: f64,
-    /// Mean over the events of |estimate - truth| / truth, with the interpolating estimator.
+    /// Mean relative error of the events' estimates (|estimate - truth| / truth) with the
+    /// interpolating estimator.
     pub error: f64,
-    /// Error bars of the estimates.
+    /// Statistics of the estimates' error bars.
     pub bars: ErrorBars,
-    /// Group starts per second.
+    /// Number of group starts per second.
     pub switches_per_s: f64,
 }
 
-/// Statistics of the error bars of estimates and of their accuracy.
+/// Statistics of the error bars of estimates, compared with the actual errors.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct ErrorBars {
     /// Number of estimates in these statistics.
@@ -38,14 +40,14 @@ pub struct ErrorBars {
     /// these estimates whose error is within the bound.
     pub bounded: f64,
     pub held: f64,
-    /// Sums over the estimates with a standard error: squared standard errors and squared errors,
-    /// both relative to the truth.
+    /// Two sums over the estimates with a standard error: the squared standard errors, and the
+    /// squared actual errors. All errors are relative to the true counts.
     variance: f64,
     square_error: f64,
 }
 
 impl ErrorBars {
-    /// Adds an estimate.
+    /// Adds one estimate to the statistics.
     pub fn add(&mut self, truth: u64, value: u64, standard_error: Option<f64>, bound: Option<f64>) {
         let error = value as f64 - truth as f64;
         let truth = (truth as f64).max(1.0);
@@ -61,7 +63,7 @@ impl ErrorBars {
         }
     }
 
-    /// Adds the statistics of `other`.
+    /// Adds the statistics `other` to these.
     pub fn merge(&mut self, other: &Self) {
         self.events += other.events;
         self.known += other.known;
@@ -83,8 +85,8 @@ impl ErrorBars {
         self.held / self.bounded
     }
 
-    /// Returns the ratio of the root mean square of the standard errors to that of the errors. A
-    /// ratio of 1 is correct, and a smaller ratio is overconfident.
+    /// Returns the root mean square of the standard errors divided by the root mean square of the
+    /// actual errors. The ideal ratio is 1. If it is smaller, the standard errors are too small.
     pub fn confidence_ratio(&self) -> f64 {
         (self.variance / self.square_error).sqrt()
     }
@@ -97,8 +99,8 @@ struct Event {
     estimator: Estimator,
 }
 
-/// Measures `policy` with intervals of `turn_ns` on `trace`. The interval timer fires only at
-/// multiples of `grid_ns`.
+/// Simulates `policy` with multiplexing intervals of `turn_ns` nanoseconds on `trace`, and measures
+/// the errors of the estimates. Intervals end only at multiples of `grid_ns` nanoseconds.
 pub fn run(trace: &Trace, policy: MuxPolicy, turn_ns: u64, grid_ns: u64, seed: u64) -> Run {
     let mut rng = Rng::with_seed(seed);
     let n = trace.events.len();
@@ -205,9 +207,8 @@ pub fn run(trace: &Trace, policy: MuxPolicy, turn_ns: u64, grid_ns: u64, seed: u
     result
 }
 
-/// Performs the measurement of [`run`] with a [`PerfCore`] and a simulated PMU. Returns the
-/// estimate from each event's handle, in the order of the trace's events, and the number of group
-/// starts.
+/// Runs the simulation of [`run`] with a [`PerfCore`] and a simulated PMU. Returns the estimate of
+/// each event, in the order of the trace's events, and the number of group starts.
 pub fn run_core(trace: &Trace, policy: MuxPolicy, turn_ns: u64, seed: u64) -> (Vec<CoreEstimate>, u64) {
     let mut rng = Rng::with_seed(seed);
     let n = trace.events.len();
@@ -277,7 +278,7 @@ pub fn run_core(trace: &Trace, policy: MuxPolicy, turn_ns: u64, seed: u64) -> (V
     )
 }
 
-/// An estimate from an event's handle, and the true count.
+/// The estimate that a core returns for an event, and the event's true count.
 #[derive(Clone, Copy, Debug)]
 pub struct CoreEstimate {
     pub truth: u64,
@@ -286,7 +287,7 @@ pub struct CoreEstimate {
     pub bound: Option<f64>,
 }
 
-/// Returns the mean error of the estimates, relative to the truth.
+/// Returns the mean relative error of the estimates.
 pub fn mean_error(estimates: &[CoreEstimate]) -> f64 {
     let error = |e: &CoreEstimate| {
         let truth = e.truth as f64;
@@ -304,7 +305,7 @@ pub fn bars(estimates: &[CoreEstimate]) -> ErrorBars {
     bars
 }
 
-/// Runs one policy on one trace with each of the first `seeds` seeds.
+/// Simulates one policy on one trace, with each of the first `seeds` seeds.
 pub fn runs(trace: &Trace, policy: MuxPolicy, turn_ns: u64, grid_ns: u64, seeds: usize) -> Vec<Run> {
     SEEDS
         .iter()
@@ -313,15 +314,15 @@ pub fn runs(trace: &Trace, policy: MuxPolicy, turn_ns: u64, grid_ns: u64, seeds:
         .collect()
 }
 
-/// Returns the error bar statistics of all runs.
+/// Returns the sum of the error bar statistics of all runs.
 pub fn all_bars(runs: &[Run]) -> ErrorBars {
     let mut all = ErrorBars::default();
     runs.iter().for_each(|run| all.merge(&run.bars));
     all
 }
 
-/// A comparison of the adaptive policy with the interpolating estimator against rotation with
-/// linear scaling.
+/// A comparison of two methods on one trace: the adaptive policy with the interpolating estimator,
+/// and round robin with linear scaling.
 #[derive(Clone, Debug)]
 pub struct Comparison {
     pub rotate: Vec<Run>,
@@ -331,15 +332,15 @@ pub struct Comparison {
 }
 
 impl Comparison {
-    /// Compares both policies on `trace`. The adaptive policy's timer fires only at multiples of
-    /// `grid_ns`.
+    /// Measures and compares both methods on `trace`. Intervals of the adaptive policy end only at
+    /// multiples of `grid_ns` nanoseconds.
     pub fn new(trace: &Trace, grid_ns: u64, seeds: usize) -> Self {
         let rotate = runs(trace, MuxPolicy::Rotate, TICK_NS, 1, seeds);
         let adaptive = runs(trace, MuxPolicy::Adaptive, TICK_NS, grid_ns, seeds);
         Self::of(rotate, adaptive)
     }
 
-    /// Compares runs of both policies with the same trace and seeds.
+    /// Compares the runs of both methods, which must have the same trace and seeds.
     pub fn of(rotate: Vec<Run>, adaptive: Vec<Run>) -> Self {
         Self {
             base: summarise(&rotate, |r| r.linear_error),
@@ -349,23 +350,23 @@ impl Comparison {
         }
     }
 
-    /// Returns the amount by which the mean error of the adaptive policy exceeds that of rotation,
-    /// beyond the expected noise. The noise is two standard deviations of the difference over the
-    /// seeds.
+    /// Returns the amount by which the mean error of the adaptive policy exceeds that of round
+    /// robin, minus the expected noise. The noise is two standard deviations of the difference over
+    /// the seeds.
     pub fn excess(&self) -> f64 {
         let noise = 2.0 * self.base.deviation.hypot(self.ours.deviation);
         (self.ours.mean - self.base.mean - noise).max(0.0)
     }
 }
 
-/// Mean and standard deviation of a figure over the runs with different seeds.
+/// Mean and standard deviation of a value over runs with different seeds.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Summary {
     pub mean: f64,
     pub deviation: f64,
 }
 
-/// Summarizes the values of `figure` over several runs.
+/// Returns the mean and the standard deviation of `figure` over several runs.
 pub fn summarise(runs: &[Run], figure: impl Fn(&Run) -> f64) -> Summary {
     let n = runs.len() as f64;
     let mean = runs.iter().map(&figure).sum::<f64>() / n;

@@ -5,20 +5,20 @@ use std::sync::Arc;
 
 use fastrand::Rng;
 
-/// Resolution of a trace, in nanoseconds.
+/// Length of a step of a trace, in nanoseconds. The rates are constant within a step.
 pub const STEP_NS: u64 = 100_000;
-/// Nanoseconds per millisecond.
+/// Number of nanoseconds in a millisecond.
 pub const MS: u64 = 1_000_000;
 /// Length of the synthetic traces, in nanoseconds.
 const LENGTH_NS: u64 = 10_000 * MS;
 /// Number of events of a synthetic trace; the recorded traces have the same number.
 pub const EVENTS: usize = 8;
-/// Number of slots that the events share.
+/// Number of slots on which the events of a trace are multiplexed.
 pub const SLOTS: usize = 2;
-/// Rotation interval of the reference policy, in nanoseconds.
+/// Multiplexing interval of round robin, the reference policy, in nanoseconds.
 pub const TICK_NS: u64 = 4 * MS;
-/// Seeds with which each trace is measured. A seed varies the start of the trace relative to the
-/// tick, the order of the events, and the random choices of the policy.
+/// Seeds with which each trace is measured. A seed determines the start of the trace relative to
+/// the tick, the order of the events, and the random choices of the policy.
 pub const SEEDS: [u64; 16] = [
     0x9e37, 0x79b9, 0x7f4a, 0x7c15, 0xf39c, 0xc060, 0x5ced, 0xc834, 0x1082, 0x276b, 0xf3a2, 0x7251, 0xf86c,
     0x6a11, 0xd0c1, 0x8e95,
@@ -27,7 +27,7 @@ pub const SEEDS: [u64; 16] = [
 /// The true counts of one event over time.
 #[derive(Clone, Debug)]
 pub struct Curve {
-    /// Cumulative counts at each step; one more entry than there are steps.
+    /// Total count at the start of each step, and at the end of the last step.
     sums: Arc<[f64]>,
 }
 
@@ -54,7 +54,7 @@ impl Curve {
     }
 }
 
-/// Counts per step at a rate of 1: 10^8 per second.
+/// Number of counts per step at a rate of 1, which is 10^8 counts per second.
 const COUNTS_PER_STEP: f64 = 10_000.0;
 
 /// The true counts of several events of one program over time.
@@ -63,12 +63,12 @@ pub struct Trace {
     pub name: String,
     pub events: Vec<Curve>,
     pub length_ns: u64,
-    /// Number of slots that the events share.
+    /// Number of slots on which the events are multiplexed.
     pub slots: usize,
 }
 
 impl Trace {
-    /// Creates a trace of events with the given rates per step.
+    /// Creates a trace from the rates of each event, one rate per step.
     pub fn from_rates(name: String, rates: Vec<Vec<f64>>, slots: usize) -> Self {
         Self {
             name: name.to_owned(),
@@ -108,13 +108,14 @@ fn drawn(name: &'static str, seed: u64, rates: impl Fn(usize, &mut Rng) -> Vec<f
     }
 }
 
-/// Draws an exponentially distributed time in whole steps, at least one.
+/// Returns a random number of steps with an exponential distribution, at least 1.
 fn exponential_steps(rng: &mut Rng, mean_ms: f64) -> usize {
     let ms = -mean_ms * (1.0 - rng.f64()).ln();
     ((ms * MS as f64 / STEP_NS as f64) as usize).max(1)
 }
 
-/// Alternates between the rates `on` and `off` for random times with means `on_ms` and `off_ms`.
+/// Returns rates that alternate between `on` and `off` for random times, with means of `on_ms` and
+/// `off_ms` milliseconds.
 fn on_off(rng: &mut Rng, on_ms: f64, off_ms: f64, on: f64, off: f64) -> Vec<f64> {
     let mut rates = Vec::new();
     while rates.len() < steps() as usize {
@@ -142,12 +143,12 @@ fn steady() -> Trace {
     })
 }
 
-/// Independent bursts of every event.
+/// Creates a trace in which every event has independent bursts.
 fn bursty() -> Trace {
     drawn("bursty", 200, |_, rng| on_off(rng, 25.0, 225.0, 2.0, 0.02))
 }
 
-/// Two bursty events among six steady ones.
+/// Creates a trace with two bursty events and six steady ones.
 fn bursty_few() -> Trace {
     drawn("bursty-few", 300, |e, rng| {
         if e < 2 {
@@ -158,32 +159,35 @@ fn bursty_few() -> Trace {
     })
 }
 
-/// Short, rare and high spikes, such as those of a garbage collector, a timer or a flush.
+/// Creates a trace with short, rare and high spikes, such as those of a garbage collector or a
+/// timer.
 fn spikes() -> Trace {
     drawn("spikes", 400, |e, rng| {
         on_off(rng, 3.0, 100.0 + 20.0 * e as f64, 10.0, 0.3)
     })
 }
 
-/// A pattern with a period close to the reference policy's tick.
+/// Creates a trace with a periodic pattern whose period is close to [`TICK_NS`].
 fn near_tick() -> Trace {
     formula("near-tick", |e, t| square(t + e as f64 * 0.4, 4.04, 0.3))
 }
 
-/// A pattern with a period close to a whole rotation of the reference policy (eight groups of one
-/// tick each).
+/// Creates a trace with a periodic pattern whose period is close to a whole rotation of the
+/// reference policy (eight groups for one tick each).
 fn near_rotation() -> Trace {
     formula("near-rotation", |e, t| square(t + e as f64 * 3.0, 32.05, 0.25))
 }
 
-/// A sine with a period of exactly twice a whole rotation of the reference policy.
+/// Creates a trace with sinusoidal rates whose period is exactly two whole rotations of the
+/// reference policy.
 fn two_rotations() -> Trace {
     formula("two-rotations", |e, t| {
         1.0 + 0.9 * (std::f64::consts::TAU * (t + e as f64 * 7.0) / 64.0).sin()
     })
 }
 
-/// Increasing rates for half the events, decreasing rates for the others.
+/// Creates a trace in which the rates of half the events increase and those of the other half
+/// decrease.
 fn ramp() -> Trace {
     formula("ramp", |e, t| {
         let x = t / (LENGTH_NS / MS) as f64;
@@ -192,7 +196,7 @@ fn ramp() -> Trace {
     })
 }
 
-/// A program with phases of 0.1 to 0.9 s that affect all events simultaneously.
+/// Creates a trace of a program with phases of 0.1 to 0.9 s that affect all events simultaneously.
 fn phases() -> Trace {
     let mut bounds = vec![0usize];
     let mut rng = Rng::with_seed(500);
@@ -210,7 +214,7 @@ fn phases() -> Trace {
     })
 }
 
-/// Events that occur in only one section of the trace.
+/// Creates a trace of events that occur in only one section of the trace each.
 fn part_time() -> Trace {
     formula("part-time", |e, t| {
         let begin = 900.0 * e as f64;
@@ -245,7 +249,7 @@ fn recorded(name: &'static str, csv: &str) -> Trace {
     }
 }
 
-/// Returns all traces.
+/// Returns all fixed traces.
 pub fn all() -> Vec<Trace> {
     vec![
         steady(),

@@ -1,4 +1,4 @@
-//! Shared code of the examples: the calling thread as a vCPU, workloads, and a PMU with few
+//! Helpers that the examples share: the calling thread as a vCPU, workloads, and a PMU with few
 //! counters.
 #![allow(dead_code, unsafe_code, reason = "each program uses its part")]
 
@@ -14,12 +14,12 @@ use perf_core::{CpuMode, SampleRegs};
 
 /// `PERF_COUNT_SW_TASK_CLOCK`: CPU time of this thread, in nanoseconds.
 pub const TASK_CLOCK: u64 = 1;
-/// `PERF_COUNT_SW_PAGE_FAULTS`.
+/// `PERF_COUNT_SW_PAGE_FAULTS`: number of page faults.
 pub const PAGE_FAULTS: u64 = 2;
-/// `PERF_COUNT_SW_CONTEXT_SWITCHES`.
+/// `PERF_COUNT_SW_CONTEXT_SWITCHES`: number of context switches.
 pub const CONTEXT_SWITCHES: u64 = 3;
 
-/// Returns the attributes of a software event of the host kernel.
+/// Returns the attributes of a counting event for software event `config` of the host kernel.
 pub fn software(config: u64) -> Attr {
     Attr::counting(EventType::SOFTWARE, config)
 }
@@ -32,8 +32,7 @@ pub fn tid() -> i32 {
         .unwrap_or(0)
 }
 
-/// Registers of this thread, which always report user mode. A VMM would read the vCPU's registers
-/// from KVM instead.
+/// Registers that always report user mode. A VMM would read the vCPU's registers from KVM.
 pub struct UserModeRegs;
 
 impl SampleRegs for UserModeRegs {
@@ -45,8 +44,8 @@ impl SampleRegs for UserModeRegs {
     }
 }
 
-/// The CPU time of the calling thread. This process has one vCPU and one thread, so this is the
-/// vCPU's time, unaffected by other load on the machine.
+/// The CPU time of the calling thread. The calling thread is the only vCPU, so this clock is
+/// unaffected by other load on the machine.
 #[derive(Debug)]
 pub struct ThreadTimeClock;
 
@@ -77,7 +76,7 @@ pub fn count_signals() -> i32 {
     libc::SIGUSR2
 }
 
-/// Returns the number of signals received.
+/// Returns the number of overflow signals received so far.
 pub fn signals() -> u64 {
     SIGNALS.load(Ordering::Relaxed)
 }
@@ -113,7 +112,8 @@ pub fn spin(time: Duration) {
     }
 }
 
-/// The host's software events with a limited number of counters, for multiplexing on any machine.
+/// A driver that limits the number of the host's software events that can be active, so that events
+/// are multiplexed on any machine.
 #[derive(Debug)]
 pub struct LimitedPmu {
     pub host: HostPmu,

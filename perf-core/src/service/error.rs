@@ -95,7 +95,7 @@ pub enum OpenError {
         /// Number of suitable slots.
         slots: usize,
     },
-    /// All suitable slots of a vCPU are in use, and overcommit is disabled.
+    /// All suitable slots of a vCPU are in use, and slots may not be shared.
     #[error(
         "all {slots} suitable counters of vCPU {} are in use and sharing is off; close an event or \
         allow sharing",
@@ -107,7 +107,7 @@ pub enum OpenError {
         /// Number of suitable slots.
         slots: usize,
     },
-    /// VM-wide events use all suitable slots of each vCPU, and overcommit is disabled.
+    /// VM-wide events use all suitable slots of each vCPU, and slots may not be shared.
     #[error(
         "VM-wide events use all {slots} suitable counters of each vCPU and sharing is off; close \
         one or allow sharing"

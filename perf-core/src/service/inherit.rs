@@ -14,7 +14,7 @@ use crate::service::error::OpenError;
 use crate::service::open_events::{Child, EventLinks};
 
 impl CoreInner {
-    /// Returns `true` if every open VM-wide event is inherited by new vCPUs.
+    /// Returns `true` if a new vCPU inherits every family (a VM-wide event with children).
     pub fn inherits_all(&self) -> bool {
         let vm = self.vm.lock();
         vm.groups.iter().all(|(_, g)| {
@@ -145,8 +145,8 @@ impl CoreInner {
             .collect()
     }
 
-    /// Removes all events of a vCPU that was removed. Adds the totals of children to their parents
-    /// and writes the vCPU's last records.
+    /// Handles the removal of a vCPU: stops its events, writes its last records, and adds the
+    /// totals of the children to their parents.
     pub fn exit(&self, cell: &Arc<ContextCell>) {
         let now_ns = cell.now_ns();
         {

@@ -63,8 +63,8 @@ impl RingMemory {
         })
     }
 
-    /// Charges `pages` pages of ring memory to user `uid`, until the memory is released by any
-    /// user.
+    /// Charges `pages` pages of ring memory to user `uid`. The charge ends when the memory is
+    /// released, regardless of which user unmaps the ring.
     pub fn charge(
         self: &Arc<Self>,
         uid: u32,

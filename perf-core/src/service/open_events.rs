@@ -1,4 +1,4 @@
-//! Registry of open events: the context, the children and the output of each event.
+//! Registry of open events, with the children and the output of each event.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -33,8 +33,7 @@ impl EventLinks {
     }
 }
 
-/// Open events by ID. Contexts contain only IDs, with which the children and outputs of events are
-/// found here.
+/// The children and the output ([`EventLinks`]) of each open event, by event ID.
 #[derive(Debug)]
 pub(crate) struct OpenEvents(Lock<HashMap<u64, Arc<EventLinks>>>);
 

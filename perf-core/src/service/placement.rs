@@ -176,8 +176,8 @@ impl CoreInner {
     }
 
     /// Checks that the slots suffice for one more hardware event. The event must always fit
-    /// together with the other members of its group, and under strict sharing also together with
-    /// all other events.
+    /// together with the other members of its group, and also together with all other events if
+    /// slots may not be shared.
     pub fn check_slots(
         &self,
         cell: &ContextCell,

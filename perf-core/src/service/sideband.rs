@@ -81,7 +81,7 @@ impl CoreInner {
     }
 
     /// Writes a SWITCH record for `vcpu` with context `cell`. Writes nothing after the vCPU was
-    /// removed, because EXIT must be the last record of a vCPU.
+    /// removed, because no SWITCH record may follow the EXIT record of the vCPU.
     pub fn switch_record(&self, vcpu: &VcpuContext, cell: &ContextCell, out: bool) {
         let by = self.record_origin(cell, cell.now_ns());
         let record = |sample_id| SwitchRecord { out, sample_id };

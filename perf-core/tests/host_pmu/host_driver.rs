@@ -1,4 +1,4 @@
-//! The `host` driver on real perf events of this machine's kernel: software events everywhere,
+//! Tests of the `host` driver with perf events of this machine's kernel: software events, and
 //! hardware events if there is a PMU.
 #![expect(unsafe_code, reason = "calls of the system")]
 
@@ -40,7 +40,7 @@ fn hardware(config: u64) -> Attr {
     }
 }
 
-/// A core that samples this thread as its only vCPU.
+/// A core whose only vCPU is this thread, with one sampling event.
 struct SampledThread {
     _core: PerfCore,
     _session: Session,
@@ -50,8 +50,8 @@ struct SampledThread {
 }
 
 impl SampledThread {
-    /// Starts to sample this thread with an event that has attributes `attr` and whose samples
-    /// contain their periods.
+    /// Starts sampling this thread with an event with attributes `attr`. Samples contain their
+    /// periods.
     fn new(attr: Attr) -> Self {
         let core = PerfCore::new(PerfCoreConfig::default());
         core.register(Arc::new(HostPmu::software(Some(catch_signals()))));
@@ -78,7 +78,7 @@ impl SampledThread {
         self.vcpu.service_overflows(&mut UnavailableRegs, &mut |_| {});
     }
 
-    /// Ends sampling. Returns the periods of the samples, and the count.
+    /// Stops sampling. Returns the periods of the samples, and the count of the event.
     fn finish(&self) -> (Vec<u64>, u64) {
         self.vcpu.sched_out();
         self.serve();
@@ -225,7 +225,8 @@ fn signal_goes_to_the_target_thread_only() {
     assert_eq!(ev.take_overflows(), 1);
 }
 
-/// The signal interrupts a blocking system call of the thread with EINTR, as it must end `KVM_RUN`.
+/// The overflow signal interrupts a blocking system call of the thread with EINTR, as it interrupts
+/// `KVM_RUN`.
 #[test]
 fn signal_interrupts_a_blocking_call() {
     let signal = catch_signals();
@@ -334,8 +335,8 @@ fn hardware_events_fit_the_slots_that_were_probed() {
     }
 }
 
-/// An existing disposition for SIGIO is kept. The default, which terminates the process, is
-/// replaced.
+/// `ignore_sigio` replaces the default disposition of SIGIO, which terminates the process, and
+/// keeps any other disposition.
 #[test]
 fn sigio_does_not_kill() {
     ignore_sigio().unwrap();
@@ -344,9 +345,9 @@ fn sigio_does_not_kill() {
     assert_eq!(unsafe { libc::raise(libc::SIGIO) }, 0);
 }
 
-/// The requested period of a clock may be shorter than the host kernel needs for one interrupt. The
-/// thread must still make progress, so all its clocks together overflow at most once per
-/// [`MIN_CLOCK_PERIOD_NS`]. The opening thread watches from another CPU and closes the clocks if
+/// The requested period of a clock event may be shorter than one interrupt takes on the host. The
+/// thread must still make progress, so all its clock events together overflow at most once per
+/// [`MIN_CLOCK_PERIOD_NS`]. The test watches the thread from another CPU and closes the events if
 /// the thread makes no progress.
 #[test]
 fn clock_with_a_short_period_leaves_its_thread_time() {
@@ -414,8 +415,8 @@ fn clock_samples(attr: Attr, period_ns: u64) -> Vec<u64> {
     periods
 }
 
-/// If the kernel uses a longer period than requested, the period of each sample is the actual
-/// number of counts.
+/// If the kernel uses a longer period than requested, each sample contains the actual number of
+/// counts as its period.
 #[test]
 fn short_clock_samples_account_for_all_counts() {
     let attr = Attr {
@@ -426,7 +427,7 @@ fn short_clock_samples_account_for_all_counts() {
     assert!(!clock_samples(attr, 1000).is_empty());
 }
 
-/// The frequency of a clock event determines a fixed period, from the first sample on.
+/// A clock event with a frequency has a fixed period from the first sample on.
 #[test]
 fn clocks_frequency_is_its_period() {
     let attr = Attr {

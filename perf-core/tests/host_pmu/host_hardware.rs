@@ -1,9 +1,10 @@
-//! The `host` driver and the core on real hardware events of the running kernel. Without a PMU the
-//! tests report this and pass. They also run inside a Linux guest whose PMU Perfvisor provides.
+//! Tests of the `host` driver and of the core with hardware events of the running kernel. Without a
+//! PMU, the tests print a message and pass. They also run inside a Linux guest whose PMU Perfvisor
+//! provides.
 //!
-//! `PERFVISOR_EXPECT_PMU=1` makes a kernel without a PMU a failure. Only cycles are counted,
-//! because every PMU supports them, including one backed by a clock. Bounds allow for real PMUs and
-//! for busy machines.
+//! With `PERFVISOR_EXPECT_PMU=1`, the tests fail without a PMU. They count only cycles, because
+//! every PMU supports cycles, including one that is backed by a clock. The bounds also hold on busy
+//! machines.
 #![expect(unsafe_code, reason = "calls of the system")]
 
 use std::fs;
@@ -68,8 +69,8 @@ struct ThreadCore {
     signal: i32,
 }
 
-/// The CPU time of a thread, readable from any thread. As in the kernel's event times, time in
-/// which the thread does not run is neither enabled nor running time.
+/// The CPU time of a thread, readable from any thread. The kernel's time enabled and time running
+/// of an event advance with this time only.
 struct CpuTime(libc::clockid_t);
 
 impl CpuTime {
@@ -94,7 +95,7 @@ impl Clock for CpuTime {
     }
 }
 
-/// A logger that writes the driver's and the core's messages to the test's output.
+/// A logger that prints the messages of the driver and the core.
 struct StderrLogger;
 
 impl log::Log for StderrLogger {
@@ -152,8 +153,8 @@ impl ThreadCore {
         self.try_open(attr, None, None).unwrap()
     }
 
-    /// Uses `ns` of CPU time and handles overflows as a vCPU's thread does, after each signal and
-    /// once at the end. Adds the number of elapsed periods per cookie.
+    /// Uses `ns` nanoseconds of CPU time, and services overflows after each signal and once at the
+    /// end. Adds the number of overflows of each event to the entry of its cookie.
     fn serve(&self, ns: u64, passed: &mut [u64; 4]) {
         let mut serve = || {
             self.vcpu.service_overflows(&mut UnavailableRegs, &mut |o| {
@@ -174,7 +175,7 @@ impl ThreadCore {
         serve();
     }
 
-    /// Handles overflows until `event` has the given number of counts.
+    /// Uses CPU time and services overflows until `event` has the given number of counts.
     fn serve_counts(&self, event: &EventHandle, counts: u64, passed: &mut [u64; 4]) {
         self.serve_while(passed, |_| event.read().unwrap().value < counts);
     }
@@ -186,14 +187,14 @@ impl ThreadCore {
         }
     }
 
-    /// Handles overflows until at least `due - 1` periods are reported. An overflow is reported
-    /// after its signal, which may be late on a busy machine.
+    /// Uses CPU time and services overflows until at least `due - 1` overflows are reported.
+    /// Signals may be late on a busy machine.
     fn serve_reports(&self, cookie: usize, due: u64, passed: &mut [u64; 4]) {
         self.serve_while(passed, |passed| passed[cookie] + 1 < due);
     }
 }
 
-/// Returns the cycles per nanosecond of this thread's time, measured with a single event.
+/// Returns the number of cycles per nanosecond of this thread's CPU time, measured with one event.
 fn rate(probe: &HostProbe) -> f64 {
     let mut ev = HostPmu::hardware(None, probe).open(&cycles(), here()).unwrap();
     let from = thread_cpu_ns();
@@ -228,8 +229,8 @@ fn kernel_times(fd: RawFd) -> Option<[u64; 3]> {
     }
 }
 
-/// Two events on two counters count the same cycles, only while they are started, and never
-/// decrease.
+/// Two events on two counters count the same cycles. They count only while they are started, and
+/// their counts never decrease.
 #[test]
 fn hardware_events_count_while_started_only() {
     let Some(probe) = pmu() else { return };
@@ -261,8 +262,8 @@ fn hardware_events_count_while_started_only() {
     assert!((MS..1000 * MS).contains(&a), "{a} cycles in 100 ms");
 }
 
-/// Returns how many events that count cycles can be active simultaneously, on the general-purpose
-/// counters and a fixed-function counter.
+/// Returns the number of cycle events that can be active simultaneously, on general-purpose
+/// counters and on a fixed-function counter.
 fn slots(probe: &HostProbe) -> usize {
     probe.counters.at_once(&cycles())
 }
@@ -302,9 +303,8 @@ fn event_beyond_slots_is_refused_until_one_is_free() {
     panic!("64 events are on at once");
 }
 
-/// Events of fixed-function counters take no general-purpose counters. Even if all general-purpose
-/// counters hold events that fit no other counter, each fixed-function event is active, for any
-/// order of starts.
+/// Events of fixed-function counters take no general-purpose counters. Each of these events is
+/// active even if all general-purpose counters are in use, for any order of starts.
 #[test]
 fn fixed_function_events_leave_general_counters_free() {
     let Some(probe) = pmu() else { return };
@@ -401,9 +401,9 @@ fn exclusive_group_has_the_pmu_alone_and_shares_its_time() {
     }
 }
 
-/// The count advances at the rate of the counter, whatever changes of the period and whatever
-/// overflows occur between reads. If the kernel updated an event from a malfunctioning counter, the
-/// count would be off by half the counter's range or all of it.
+/// Changes of the period and overflows do not change the rate at which a count advances. A
+/// malfunctioning counter would make the count jump by half of the counter's range or by the whole
+/// range.
 #[test]
 fn count_never_jumps_when_its_period_changes() {
     const JUMP: u64 = 1 << 46;
@@ -451,8 +451,9 @@ fn count_never_jumps_when_its_period_changes() {
     }
 }
 
-/// Checks that `passed` periods of length `period` were reported: all those that had elapsed at
-/// count `counted`, and none that had not elapsed at count `later`.
+/// Checks the number `passed` of reported overflows of an event with period `period`: up to one
+/// less than expected at count `counted`, and up to one more than expected at the later count
+/// `later`.
 fn agree(passed: u64, counted: u64, later: u64, period: u64) {
     let expected = counted / period..=later / period;
     eprintln!("period {period}: {passed} reported, count / period = {expected:?}");
@@ -511,7 +512,7 @@ fn overflows_follow_the_period_also_after_it_changed() {
     assert!(armed[1] > 0, "armed for now, it did not come");
 }
 
-/// Two sampling events and a counting one do not receive each other's overflows.
+/// Each of two sampling events receives only its own overflows, and a counting event receives none.
 #[test]
 fn each_event_gets_its_own_overflows() {
     let Some(probe) = pmu() else { return };
@@ -538,9 +539,9 @@ fn each_event_gets_its_own_overflows() {
     agree(passed[2], counted[1], later[1], period / 3);
 }
 
-/// User-space reads are used only if they are correct. If the kernel does not offer them, or offers
-/// them although RDPMC faults or reads a different value, reads use read(2) and the process
-/// survives. `PERFVISOR_EXPECT_USER_READ` is `yes` or `no` if the result is known.
+/// The driver reads counters in user space only if this yields correct values. If the kernel does
+/// not offer user-space reads, or if RDPMC faults or reads a different value, the driver uses
+/// read(2). `PERFVISOR_EXPECT_USER_READ` is `yes` or `no` if the result is known.
 #[test]
 fn user_space_reads_are_used_only_if_correct() {
     let Some(probe) = pmu() else { return };
@@ -562,9 +563,9 @@ fn user_space_reads_are_used_only_if_correct() {
     }
 }
 
-/// With more events than counters, the core multiplexes the slots and reports this in its times.
-/// The kernel never takes a counter away from a started event, so the kernel's enabled and running
-/// times of each event are equal.
+/// With more events than counters, the core multiplexes the slots, and the time running of its
+/// events is less than their time enabled. The kernel never takes a counter away from a started
+/// event, so the kernel's enabled and running times of each event are equal.
 #[test]
 fn core_multiplexes_and_kernel_does_not() {
     let Some(probe) = pmu() else { return };
@@ -630,7 +631,7 @@ fn core_multiplexes_and_kernel_does_not() {
 }
 
 /// Takes all counters of this thread's CPU with pinned CPU-wide events, which the kernel schedules
-/// before thread events. The thread stays on that CPU.
+/// before thread events. Pins the thread to that CPU.
 fn take_all_counters() -> Vec<OwnedFd> {
     // SAFETY: sched_getcpu takes no arguments; the set is a plain bit mask that lives until the
     // call returns.
@@ -664,8 +665,8 @@ fn take_all_counters() -> Vec<OwnedFd> {
     panic!("64 events are on at once");
 }
 
-/// The kernel silently takes the counter of a running event away. A check detects this and the time
-/// of the loss, no counts are lost, and the event continues when the counters are free again.
+/// The kernel takes the counter of a running event away without a notification. A check detects the
+/// loss and its time, no counts are lost, and the event continues when the counters are free again.
 #[test]
 fn counters_taken_by_kernel_are_detected_and_recovered() {
     use EventState::{Active, Error, Inactive};

@@ -1,7 +1,7 @@
-//! Tests of the `host` driver on real perf events. These also run in a Linux guest with Perfvisor's
-//! virtual PMU (`integration/tests/nested.rs`), so this program is small.
+//! Tests of the `host` driver on real perf events. The tests also run in a Linux guest with
+//! Perfvisor's virtual PMU (`integration/tests/nested.rs`), so this program is small.
 //!
-//! This is a separate program because `host_hardware` lists the perf events among the file
+//! The tests are a separate program, because `host_hardware` lists the perf events among the file
 //! descriptors of the process, installs a global logger, and temporarily takes all counters of a
 //! CPU.
 

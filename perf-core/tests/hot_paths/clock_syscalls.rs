@@ -13,10 +13,10 @@ use crate::common::thread::{burn, catch_signals, clock_attr, signals_of_this_thr
 use crate::{calls, must};
 
 const SET: u64 = libc::SYS_timer_settime as u64;
-/// Two periods of a timer that repeats sixteen times per second.
+/// Two periods of a timer that expires sixteen times per second.
 const SECOND_RING: Duration = Duration::from_millis(125);
 
-/// The calling thread as a vCPU with one event.
+/// The calling thread as a vCPU with one event of the `clock` driver.
 struct ClockFixture {
     clock: Arc<VcpuClock>,
     event: Box<dyn PmuEvent>,
@@ -77,8 +77,8 @@ fn overflow_arms_timer_once() {
     assert_eq!(calls, [SET]);
 }
 
-/// A guest PMI arms the timer once. The counter continues after its overflow with a distant next
-/// overflow, and the guest's handler stops and restarts it, with an exit for each.
+/// A guest PMI arms the timer once. After its overflow, the counter continues towards a distant
+/// overflow. The guest's handler then stops and restarts the counter, with an exit for each step.
 #[test]
 fn guest_pmi_arms_timer_once() {
     let calls = timer_calls(ClockFixture::overflowed, |scene| {
@@ -149,8 +149,8 @@ fn overflow_check_makes_no_system_call() {
 /// The timer of a closed event is not disarmed immediately, because the next event may use it. It
 /// expires at most twice.
 ///
-/// On a busy machine the first signal may be handled when the second is almost due. Then the timer
-/// is disarmed immediately, and there is no second signal to wait for.
+/// On a busy machine, the first signal may be handled shortly before the second expiry. The timer
+/// is then disarmed without a second signal.
 #[test]
 fn unused_timer_is_disarmed_at_second_expiry() {
     let calls = timer_calls(
@@ -172,9 +172,9 @@ fn unused_timer_is_disarmed_at_second_expiry() {
     assert_eq!(calls, [SET, SET]);
 }
 
-/// An event that counts a single privilege level is stopped and started with at most one system
-/// call. Its kick timer keeps running while the event is stopped, and is re-armed only if the event
-/// was stopped for a long time, as on a busy machine.
+/// Stopping and starting an event that counts a single privilege level takes at most one system
+/// call. The kick timer keeps running while the event is stopped, and is re-armed only after a long
+/// stop, for example on a busy machine.
 #[test]
 fn event_of_one_level_is_stopped_and_started_with_one_call_at_most() {
     let mut attr = clock_attr(GUEST_NS);
@@ -197,7 +197,7 @@ fn event_of_one_level_is_stopped_and_started_with_one_call_at_most() {
     assert!(calls.is_empty() || calls == [SET], "{calls:?}");
 }
 
-/// The timer does not expire while the vCPU is paused.
+/// The overflow timer does not expire while the vCPU is paused.
 #[test]
 fn paused_vcpu_has_timer_disarmed() {
     let calls = timer_calls(

@@ -1,6 +1,6 @@
-//! Groups of the `host` driver are kernel groups. They are started and stopped with one system
-//! call, as counted with ptrace, and their counts are correct for any sequence of operations on
-//! their members.
+//! Tests of groups of the `host` driver, which are kernel groups. A group is started or stopped
+//! with one system call, counted with ptrace. Its counts are correct for any sequence of operations
+//! on its members.
 
 use std::sync::Arc;
 
@@ -14,13 +14,13 @@ use crate::common::thread::{catch_signals, this_tid};
 use crate::{calls, must};
 
 const PAGE_FAULTS: u64 = 2;
-/// `config` of minor page faults, which read nothing from disk. All page faults in these tests are
-/// minor.
+/// Value of `config` for minor page faults, which read nothing from disk. All page faults in these
+/// tests are minor.
 const MINOR_FAULTS: u64 = 5;
 const PAGES: usize = 20_000;
 
-/// The calling thread as a vCPU, with a group of `events` that count its page faults, and untouched
-/// memory.
+/// The calling thread as a vCPU with a group of events that count its page faults, and untouched
+/// memory whose first access causes page faults.
 struct GroupFixture {
     core: PerfCore,
     session: Session,
@@ -71,7 +71,7 @@ impl GroupFixture {
         self.fresh.fault(n);
     }
 
-    /// Returns `true` if each event counts 100 faults.
+    /// Returns `true` if each event counts 100 page faults that this thread takes.
     fn all_count(&mut self) -> bool {
         self.growth(100).iter().all(|g| *g >= 100)
     }
@@ -90,7 +90,8 @@ impl GroupFixture {
         self.group.iter().map(|e| e.read().unwrap().value).collect()
     }
 
-    /// Returns the growth of each count over `n` faults. Other faults may add to it.
+    /// Takes `n` page faults and returns the increase of each event's count, which may include
+    /// other page faults.
     fn growth(&mut self, n: usize) -> Vec<u64> {
         let before = self.counts();
         self.fault(n);
@@ -99,8 +100,9 @@ impl GroupFixture {
     }
 }
 
-/// One multiplexing turn of a group takes three system calls: one disables a member and thereby the
-/// whole group, one reads all counts, and one enables the group again.
+/// When a group stops at the end of a multiplexing interval and starts again later, this takes
+/// three system calls: one disables a member and thereby the whole group, one reads all counts, and
+/// one enables the group.
 #[test]
 fn turn_takes_one_disable_one_read_and_one_enable() {
     for members in [2, 4, 12] {
@@ -154,8 +156,8 @@ fn group_members_have_equal_counts() {
     );
 }
 
-/// No member counts longer than another, for any multiplexing turns of the group and any types of
-/// members.
+/// All members count for the same time, for any sequence of scheduling the group in and out and for
+/// any types of members.
 #[test]
 fn members_do_not_drift_apart_over_random_turns() {
     let mut rng = fastrand::Rng::with_seed(11);
@@ -231,8 +233,8 @@ fn member_joining_running_group_counts_immediately() {
 }
 
 /// A sampling member belongs to the kernel group. It has the counts of the other members, and its
-/// samples account for all of them, across multiplexing turns of the group and context switches of
-/// the vCPU. The same holds for a sampling leader.
+/// samples account for all of them, even if the group or the vCPU is scheduled out and in. The same
+/// holds for a sampling leader.
 #[test]
 fn sampling_member_samples_and_counts_with_its_group() {
     for place in 0..3 {
@@ -377,7 +379,8 @@ fn group_outlives_its_siblings() {
     assert!(scene.all_count());
 }
 
-/// Members that do not fit in the kernel group still belong to the group.
+/// Events that exceed the size limit of a kernel group are opened alone, but remain members of the
+/// core's group.
 #[test]
 fn members_beyond_kernel_group_limit_are_opened_alone() {
     let mut scene = GroupFixture::new(24);

@@ -1,5 +1,5 @@
-//! System calls of the hot paths with the `host` driver, counted with ptrace. An overflow takes no
-//! system call while the period stays the same, and one if it changes. A read takes one if counters
+//! System calls of the hot paths with the `host` driver, counted with ptrace. Servicing an overflow
+//! takes no system call, or one if the period changes. A read takes one system call if counters
 //! cannot be read from user space.
 #![expect(unsafe_code, reason = "calls of the system")]
 
@@ -15,7 +15,8 @@ use crate::{calls, must};
 const TASK_CLOCK: u64 = 1;
 const PAGE_FAULTS: u64 = 2;
 
-/// The calling thread as a vCPU with one guest event, and untouched memory.
+/// The calling thread as a vCPU with one guest event, and untouched memory whose first access
+/// causes page faults.
 struct HostFixture {
     _core: PerfCore,
     _session: Session,
@@ -96,8 +97,8 @@ fn overflow_with_the_same_period_makes_no_system_call() {
     assert!(calls.is_empty(), "{calls:?}");
 }
 
-/// An overflow check makes no system call, even if the vCPU was kicked for another reason and no
-/// overflow occurred.
+/// A check for overflows makes no system call, even if no overflow occurred because the vCPU was
+/// kicked for another reason.
 #[test]
 fn overflow_check_makes_no_system_call() {
     let calls = calls(
@@ -107,8 +108,8 @@ fn overflow_check_makes_no_system_call() {
     assert!(calls.is_empty(), "{calls:?}");
 }
 
-/// A guest's PMI handler rewrites the counter, which changes the distance to the next overflow. The
-/// event reads its count and sets its period, once each.
+/// A guest's PMI handler rewrites the counter, which changes the distance to the next overflow.
+/// This takes one system call to read the count and one to set the period.
 #[test]
 fn rearmed_clock_reads_once_and_sets_period_once() {
     let calls = calls(

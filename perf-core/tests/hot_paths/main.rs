@@ -1,8 +1,8 @@
 //! Tests of the cost of the hot paths: allocations, system calls and instructions.
 //!
-//! This is a separate program because it uses the counting allocator of `allocation_counter`, and
-//! because system calls and instructions are counted in forked child processes. Each fork makes all
-//! pages copy-on-write, and the resulting page faults would disturb tests that count page faults.
+//! The tests are a separate program, because it uses the counting allocator of `allocation_counter`
+//! and counts system calls and instructions in forked child processes. Each fork makes all pages
+//! copy-on-write, and the resulting page faults would disturb tests that count page faults.
 
 #[allow(dead_code, reason = "each program uses its part")]
 #[path = "../it/common/mod.rs"]
@@ -21,7 +21,7 @@ mod scale;
 #[cfg(feature = "sim")]
 mod ticks;
 
-/// Exits the traced child with an error, which the parent detects, unless `holds`.
+/// Makes the traced child exit with an error, which the parent detects, if `holds` is `false`.
 #[cfg(feature = "host")]
 #[expect(unsafe_code, reason = "a call of the system")]
 fn must(holds: bool) {
@@ -31,7 +31,7 @@ fn must(holds: bool) {
     }
 }
 
-/// Returns the number of allocations of `work`.
+/// Returns the number of memory allocations that `work` makes.
 fn allocations(work: impl FnOnce()) -> u64 {
     allocation_counter::measure(work).count_total
 }
@@ -41,7 +41,8 @@ fn allocations_are_counted() {
     assert_eq!(allocations(|| drop(std::hint::black_box(Box::new(1)))), 1);
 }
 
-/// Returns the system calls of `work`. Exits of the child by [`must`] fail the test.
+/// Returns the system calls that `work` makes in a traced child. The test fails if the child exits
+/// in [`must`].
 #[cfg(feature = "host")]
 fn calls<T>(setup: impl FnOnce() -> T, work: impl FnOnce(&mut T)) -> Vec<u64> {
     test_support::steps::system_calls(setup, work).expect("processes may be traced, and `must` holds")

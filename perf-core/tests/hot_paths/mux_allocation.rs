@@ -1,4 +1,4 @@
-//! Multiplexing turns, slices and estimates do not allocate.
+//! Tests that multiplexing intervals, time slices and estimates do not allocate memory.
 
 use perf_core::estimate::Estimator;
 use perf_core::mux::{GroupKey, MuxPolicy, MuxQueue, SlotOffer};

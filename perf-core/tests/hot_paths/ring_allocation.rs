@@ -1,4 +1,4 @@
-//! Writing and reading a ring does not allocate.
+//! Tests that writing and reading a ring do not allocate memory.
 
 use std::sync::Arc;
 

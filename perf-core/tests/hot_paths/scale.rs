@@ -1,5 +1,5 @@
 //! Tests of operations whose cost must not grow with the number of events, or must grow at most
-//! linearly. The cost is counted instruction by instruction.
+//! linearly. The cost is the number of executed instructions, counted by single-stepping.
 
 use perf_core::*;
 use test_support::skip;
@@ -7,9 +7,9 @@ use test_support::steps;
 
 use crate::common::test_core::*;
 
-/// Checks that the number of instructions of an operation grows by at most `factor` when the number
-/// of objects grows from `few` to `many`. `of` returns the number of instructions for a given
-/// number of objects.
+/// Checks that the number of executed instructions of an operation grows at most by the factor
+/// `factor` if the number of objects grows from `few` to `many`. `of` returns the number of
+/// instructions for a given number of objects.
 fn grows_at_most(factor: u64, (few, many): (u32, u32), of: impl Fn(u32) -> Option<u64>) {
     let (Some(with_few), Some(with_many)) = (of(few), of(many)) else {
         return skip::skipped("processes may not be traced here", false);

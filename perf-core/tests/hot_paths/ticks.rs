@@ -1,5 +1,5 @@
-//! The hot paths do not allocate, and the number of driver calls per tick does not grow with the
-//! number of groups.
+//! Tests that ticks and other hot paths do not allocate memory, and that the number of driver calls
+//! per tick does not grow with the number of groups.
 
 use perf_core::*;
 
@@ -76,8 +76,7 @@ fn tick_driver_calls_are_independent_of_group_count() {
     }
 }
 
-/// The number of instructions of a tick, counted instruction by instruction, does not depend on the
-/// number of groups.
+/// The number of instructions that a tick executes does not depend on the number of groups.
 #[test]
 fn tick_instructions_are_independent_of_group_count() {
     let of = |n: usize| {
@@ -106,9 +105,9 @@ fn tick_instructions_are_independent_of_group_count() {
     );
 }
 
-/// The number of instructions of a tick does not depend on the number of sampling events that need
-/// no slot. Ticks do not process events with a fixed period, and process only some of the events
-/// with a frequency.
+/// The number of instructions that a tick executes does not depend on the number of sampling events
+/// that need no slot. Ticks do not process events with a fixed period, and process only some of the
+/// events with a frequency.
 #[test]
 fn tick_instructions_are_independent_of_sampling_event_count() {
     for freq in [false, true] {

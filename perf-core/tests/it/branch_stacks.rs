@@ -1,4 +1,4 @@
-//! A sample with a branch stack waits until the VMM knows the branches.
+//! Tests of samples with a branch stack, which are written only when the VMM knows the branches.
 
 use std::sync::Arc;
 
@@ -56,14 +56,14 @@ fn with_branches(config: u64, filter: BranchFilter, depth: u16) -> Attr {
     }
 }
 
-/// Returns the period and the branch words of each sample.
+/// Returns the period and the branch words of each sample in a ring.
 fn samples(ring: &Arc<Ring>) -> Vec<(u64, Vec<u64>)> {
     let attr = with_branches(1, BranchFilter::ANY, 1);
     map_samples(ring, &attr, |s| (s.period, s.branches.iter().collect()))
 }
 
-/// A sample waits for its branches, while the overflow of another event is serviced immediately.
-/// The sample then represents all counts since the previous one.
+/// A sample is not written until its branches are known, and then represents all counts since the
+/// previous sample. An overflow of another event is serviced immediately.
 #[test]
 fn sample_waits_for_its_branches() {
     let m = TestCore::new(4);
@@ -87,8 +87,8 @@ fn sample_waits_for_its_branches() {
     assert_eq!(samples(&ring), [(30, vec![1, 0x101, 0])]);
 }
 
-/// A sample that still waits for its branches when its event is scheduled out, for example during a
-/// pause, is not lost.
+/// A sample whose branches are not known when its event is scheduled out, for example for a pause,
+/// is not lost.
 #[test]
 fn waiting_sample_outlives_schedule_out() {
     let m = TestCore::new(4);
@@ -105,7 +105,8 @@ fn waiting_sample_outlives_schedule_out() {
     assert_eq!(samples(&ring), [(10, vec![])]);
 }
 
-/// Each event has its own filter and depth, even if one stack serves several events.
+/// If several events share one branch stack, the sample of each event contains the branches that
+/// its own filter and depth select.
 #[test]
 fn each_event_filters_the_common_stack() {
     let m = TestCore::new(4);

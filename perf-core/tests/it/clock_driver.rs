@@ -1,5 +1,6 @@
-//! The `clock` driver on real threads of this machine. No test depends on the machine's speed: each
-//! compares with another clock read at the same time, or checks a property that holds at any speed.
+//! Tests of the `clock` driver with threads of this machine. No test depends on the machine's
+//! speed: each test compares with another clock that is read at the same time, or checks a property
+//! that holds at any speed.
 #![expect(unsafe_code, reason = "calls of the system")]
 
 use std::sync::Arc;
@@ -17,7 +18,7 @@ use crate::common::thread::{
 };
 
 const MHZ: u32 = 1_000;
-/// 2 GHz, so one nanosecond is two cycles.
+/// TSC frequency in kHz: two cycles per nanosecond.
 const TSC_KHZ: u32 = 2_000 * MHZ;
 
 fn one_vcpu(signal: Option<i32>) -> (Arc<VcpuClock>, ClockPmu) {
@@ -35,21 +36,22 @@ fn open(pmu: &ClockPmu, config: u64) -> Box<dyn PmuEvent> {
     pmu.open(&clock_attr(config), target(this_tid())).unwrap()
 }
 
-/// Runs the guest for `ns`.
+/// Runs the simulated guest for `ns` nanoseconds.
 fn run_guest(clock: &VcpuClock, ns: u64) {
     clock.guest_enter();
     burn(ns);
     clock.guest_exit();
 }
 
-/// Runs the guest until this thread has received more than `handled` signals.
+/// Runs the simulated guest until this thread has received more than `handled` signals.
 fn run_until_signal(clock: &VcpuClock, handled: u64) {
     clock.guest_enter();
     wait_for_signal(handled);
     clock.guest_exit();
 }
 
-/// Starts a vCPU thread that runs `work` with a new clock. Returns a driver that counts the thread.
+/// Starts a thread as a vCPU, which runs `work` with a new clock. Returns a `clock` driver with
+/// this vCPU.
 fn vcpu_thread<T: Send + 'static>(
     signal: Option<i32>,
     work: impl FnOnce(&Arc<VcpuClock>, mpsc::Sender<Arc<VcpuClock>>) -> T + Send + 'static,
@@ -110,8 +112,8 @@ fn only_time_in_the_guest_counts() {
     );
 }
 
-/// After short exits the thread's time is read only at the exit. Time between two stays in the
-/// guest is still not counted, and all other time is.
+/// For a short exit, the clock reads the thread's CPU time only once, at the exit. The count still
+/// includes all time in the guest and no time between two stays in the guest.
 #[test]
 fn short_exits_are_not_counted_but_guest_time_between_is() {
     const SHORT: Duration = Duration::from_micros(4);
@@ -205,8 +207,8 @@ fn another_thread_starts_and_reads_while_the_guest_runs() {
     assert!(ev.read() >= last);
 }
 
-/// Many short stays in the guest, read continuously from another thread: the readings are
-/// monotonic, and the last one equals that of the vCPU's own thread.
+/// Another thread reads the clock continuously during many short stays in the guest. The readings
+/// are monotonic, and the last one equals the reading of the vCPU's own thread.
 #[test]
 fn readings_are_monotonic_during_guest_entries_and_exits() {
     let stop = Arc::new(AtomicBool::new(false));
@@ -280,8 +282,8 @@ fn overflow_is_reported_at_its_count_and_not_before() {
     assert!(early > 0, "the timer never rang early");
 }
 
-/// Several events of a vCPU share its timer. Each overflow is reported when it is reached, in the
-/// order of deadlines, while events are stopped, re-armed or closed.
+/// Several events of a vCPU share its timer. Each overflow is reported when its deadline is
+/// reached, even if events are stopped, re-armed or closed meanwhile.
 #[test]
 fn events_with_different_deadlines_share_the_timer() {
     let signal = catch_signals();
@@ -357,7 +359,8 @@ fn removed_vcpu_has_timer_disarmed() {
     run_until_signal(&again, quiet);
 }
 
-/// Neither an overflowed event that was not re-armed nor a stopped event causes signals.
+/// The timer sends no signals for a stopped event, or for an event that was not re-armed after its
+/// overflow.
 #[test]
 fn no_signals_without_an_armed_event() {
     let signal = catch_signals();
@@ -383,8 +386,8 @@ fn no_signals_without_an_armed_event() {
     assert_eq!(ev.take_overflows(), 0);
 }
 
-/// If a VMM needs longer to re-enter the guest than the time left until the overflow, it is not
-/// interrupted indefinitely without guest progress.
+/// The guest makes progress even if the VMM needs longer to re-enter it than the time left until
+/// the overflow.
 #[test]
 fn slow_vmm_reaches_overflow() {
     let signal = catch_signals();
@@ -408,8 +411,8 @@ fn slow_vmm_reaches_overflow() {
     assert!(ev.read() >= 200_000);
 }
 
-/// A thread that blocks the signal for long does not accumulate signals, which would fill a queue
-/// shared by all processes of the user. The timer works afterwards.
+/// While a thread blocks the overflow signal, signals do not accumulate, because they would fill a
+/// queue that all processes of the user share. Afterwards the timer works again.
 #[test]
 fn blocked_signals_do_not_pile_up() {
     let signal = catch(libc::SIGRTMIN() + 3);

@@ -1,5 +1,5 @@
-//! The `clock` driver around a real `KVM_RUN`. Needs /dev/kvm; otherwise the tests report this and
-//! pass.
+//! Tests of the `clock` driver with a real `KVM_RUN`. Without /dev/kvm, the tests print a message
+//! and pass.
 
 use std::sync::Arc;
 
@@ -12,10 +12,10 @@ use crate::common::thread::{
 };
 use test_support::skip;
 
-/// `jmp .`
+/// Machine code of `jmp .`, an endless loop.
 const JUMP_TO_SELF: [u8; 2] = [0xeb, 0xfe];
 
-/// Creates a guest that never exits by itself, and a driver that counts its vCPU on this thread.
+/// Creates a guest that loops endlessly on this thread, and a `clock` driver with its vCPU.
 fn spinning_guest() -> Option<(RealModeVm, Arc<VcpuClock>, ClockPmu, PmuTarget)> {
     let Some(guest) = RealModeVm::new(1, &JUMP_TO_SELF) else {
         skip::skipped("no usable /dev/kvm", false);
@@ -68,8 +68,8 @@ fn overflows_take_a_spinning_guest_out_of_kvm_run() {
     assert!(counted <= outer, "{counted} ns counted, {outer} ns run");
 }
 
-/// All time of a guest that never leaves level 0 is attributed to level 0, regardless of how the
-/// host reports guest time.
+/// All time of a guest that never leaves privilege level 0 is attributed to level 0, regardless of
+/// how the host reports guest time.
 #[test]
 fn time_is_attributed_to_current_guest_level() {
     let Some((mut guest, clock, pmu, target)) = spinning_guest() else {

@@ -1,4 +1,4 @@
-//! Context switches of one host thread that runs several vCPUs.
+//! Tests of switches between vCPUs that run on one host thread.
 
 use std::sync::Arc;
 
@@ -8,13 +8,13 @@ use perf_core::*;
 
 use crate::common::test_core::*;
 
-/// Creates two vCPUs on host thread 7. Driver events count the thread, so an active driver event of
-/// vCPU 0 also counts work that is done while the thread runs vCPU 1.
+/// Creates two vCPUs on host thread 7. Driver events count the thread, so a driver event of vCPU 0
+/// that is active also counts the work of vCPU 1.
 fn pair(m: &TestCore) -> [Arc<VcpuContext>; 2] {
     [0, 1].map(|n| m.core.add_vcpu(VcpuId(n), 7).unwrap())
 }
 
-/// Runs the thread for `n` units of work, which active events of either vCPU count.
+/// Performs `n` units of work on the thread. All active events of both vCPUs count this work.
 fn thread_works(m: &TestCore, n: u64) {
     m.clock.advance(n);
     m.hw.work(0, n);
@@ -39,8 +39,8 @@ fn equivalent_contexts_are_exchanged_without_touching_the_pmu() {
     assert_eq!((a.id(), b.id()), (VcpuId(0), VcpuId(1)), "vCPUs keep their names");
 }
 
-/// The estimate of a multiplexed event uses the time slices of the vCPU to which the event belongs,
-/// even if contexts were exchanged between vCPUs meanwhile.
+/// After contexts were swapped, the estimate of a multiplexed event still uses the time slices of
+/// the event's own vCPU.
 #[test]
 fn exchanges_keep_estimates() {
     let m = TestCore::new(1);
@@ -87,8 +87,8 @@ fn switches(ring: &mut RingReader, attr: &Attr) -> Vec<(u32, bool, u64)> {
     switches
 }
 
-/// Calls that neither schedule a vCPU in nor out write no SWITCH record. A switch between vCPUs
-/// writes the same records, whether it exchanges contexts or schedules events out and in.
+/// A SWITCH record is written only if a vCPU is actually scheduled in or out. A switch between
+/// vCPUs writes the same records whether it swaps their contexts or stops and starts events.
 #[test]
 fn switch_records_bracket_time_scheduled_in() {
     for exchanged in [true, false] {

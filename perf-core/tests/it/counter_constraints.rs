@@ -1,5 +1,5 @@
-//! Scheduling with unequal counters, on simulated hosts with general-purpose and fixed-function
-//! counters, and with a driver that assigns counters itself.
+//! Tests of scheduling with counter constraints, on simulated hosts with general-purpose and
+//! fixed-function counters.
 
 use std::sync::Arc;
 
@@ -43,8 +43,8 @@ impl SimulatedCore {
     }
 }
 
-/// Events of fixed-function counters take no general-purpose counters, for any order of starts, and
-/// starting them does not stop running events.
+/// Events that fit a fixed-function counter take no general-purpose counter, for any order of
+/// starts, and starting them does not stop running events.
 #[test]
 fn fixed_function_events_take_no_general_counters() {
     use perf_core::pmu::sim::SimHost;
@@ -68,8 +68,8 @@ fn fixed_function_events_take_no_general_counters() {
     }
 }
 
-/// If the watchdog holds the fixed-function counter of cycles, cycles take a general-purpose
-/// counter.
+/// If the NMI watchdog holds the fixed-function counter of cycles, an event that counts cycles
+/// takes a general-purpose counter.
 #[test]
 fn cycles_take_a_general_counter_while_the_watchdog_has_theirs() {
     use perf_core::pmu::sim::SimHost;
@@ -99,8 +99,8 @@ fn amd_hosts_have_as_many_slots_as_the_watchdog_leaves() {
     }
 }
 
-/// A group that can never be active is rejected at open, and so is an event without a free counter
-/// if multiplexing is disabled. The error contains the number of counters that could hold the
+/// Opening fails for a group that can never be active and, if counters may not be shared, for an
+/// event without a free counter. The error contains the number of counters that could hold the
 /// event.
 #[test]
 fn open_without_suitable_counter_reports_counter_count() {
@@ -132,9 +132,8 @@ fn open_without_suitable_counter_reports_counter_count() {
         .unwrap();
 }
 
-/// Flexible groups of different types wait for each other's counters no longer than necessary. An
-/// event of a fixed-function counter is always active together with many multiplexed events of
-/// general-purpose counters.
+/// An event that fits a fixed-function counter is always active, even if many other events are
+/// multiplexed on the general-purpose counters.
 #[test]
 fn event_with_dedicated_counter_is_never_multiplexed() {
     use perf_core::pmu::sim::SimHost;
@@ -159,8 +158,8 @@ fn event_with_dedicated_counter_is_never_multiplexed() {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(200))]
 
-    /// On any host, with events of any constraints, the driver's own assignment never rejects a
-    /// plan of the core, and events that stay active are not stopped.
+    /// On any host and for any counter constraints, the driver can start all events of a plan, and
+    /// events that stay active are not stopped.
     #[test]
     fn driver_accepts_planned_assignments(
         slots in 1usize..7,

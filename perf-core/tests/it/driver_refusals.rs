@@ -1,5 +1,5 @@
-//! Drivers that fail to restart an event. No event is reported as active without counting, and
-//! events that may become active later are retried.
+//! Tests of drivers that fail to start or restart an event. The event is not reported as active,
+//! and is retried later if possible.
 
 use perf_core::*;
 
@@ -23,8 +23,8 @@ fn refuse(m: &TestCore, refuse: bool) {
     }
 }
 
-/// To suppress the overflows of an event, or to allow them again, the core stops and restarts its
-/// driver event. If the restart fails, the event does not count and is not reported as active.
+/// To throttle or unthrottle an event, the core stops and restarts its driver event. If the restart
+/// fails, the event does not count and is not reported as active.
 #[test]
 fn event_is_off_if_restart_fails_around_throttling() {
     use EventState::{Active, Error, Inactive};

@@ -1,4 +1,4 @@
-//! Invalid requests and their error numbers.
+//! Tests of invalid requests and their error numbers.
 
 use perf_core::attr::EventType;
 use perf_core::*;
@@ -16,7 +16,7 @@ fn errno(
     opened.map_or_else(|e| e.errno(), |_| 0)
 }
 
-/// Attributes of a hardware event that does not count the host.
+/// Returns the attributes of a hardware event that does not count the host.
 fn harmless() -> Attr {
     Attr {
         exclude_host: true,
@@ -24,7 +24,8 @@ fn harmless() -> Attr {
     }
 }
 
-/// P37: permissions are correct for all combinations of paranoid levels, requests and roles.
+/// Behavior P37: permissions are correct for all combinations of paranoid levels, requests and
+/// roles.
 #[test]
 fn p37_the_permission_table() {
     for paranoid in -1..=2 {
@@ -63,7 +64,8 @@ fn p37_the_permission_table() {
     }
 }
 
-/// A user who may not attach to single vCPUs may not attach to the whole VM either.
+/// A user without the admin role who does not own the VM may attach neither to a vCPU nor to the
+/// VM.
 #[test]
 fn other_users_need_the_admin_role() {
     for (paranoid, attr, target) in [
@@ -157,7 +159,7 @@ fn errors_describe_the_problem() {
     );
 }
 
-/// Attributes of a disabled event that the next reset enables.
+/// Returns the attributes of a disabled event that the next guest reset enables.
 fn late() -> Attr {
     Attr {
         disabled: true,
@@ -260,8 +262,8 @@ fn open_flags_that_are_not_known_are_refused() {
     }
 }
 
-/// The output flag works in combination with joining a group. If redirection fails, the partially
-/// opened event is closed.
+/// The output flag can be combined with joining a group. If the redirection fails, the event that
+/// was opened is closed again.
 #[test]
 fn output_flag_redirects_group_member_or_leaves_no_event() {
     let m = TestCore::new(4);

@@ -1,5 +1,5 @@
 //! Runs the examples that demonstrate features which no other program of the workspace uses. Each
-//! example asserts its claims and runs here as with `cargo run`.
+//! example checks its own results.
 #![allow(clippy::duplicate_mod, reason = "each example has what they share")]
 
 #[path = "../../examples/exchange.rs"]

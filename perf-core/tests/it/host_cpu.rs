@@ -1,4 +1,4 @@
-//! Host CPUs as targets.
+//! Tests of events that count a host CPU.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -11,7 +11,7 @@ use perf_core::*;
 
 use test_support::skip;
 
-/// `PERF_COUNT_SW_CPU_CLOCK`.
+/// `PERF_COUNT_SW_CPU_CLOCK`: the clock of a CPU or thread, in nanoseconds.
 const CPU_CLOCK: u64 = 0;
 
 fn core() -> PerfCore {
@@ -39,8 +39,8 @@ fn open(core: &PerfCore, session: &Session, attr: Attr, cpu: &VcpuContext) -> Op
     }
 }
 
-/// A CPU's clock advances with wall-clock time regardless of the load, and its samples contain the
-/// CPU number.
+/// A clock event of a CPU advances with wall-clock time regardless of the load, and its samples
+/// contain the CPU number.
 #[test]
 fn cpus_clock_is_counted_and_sampled() {
     let core = core();

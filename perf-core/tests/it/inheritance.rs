@@ -1,4 +1,4 @@
-//! VM-wide events while vCPUs are added and removed.
+//! Tests of VM-wide events while vCPUs are added and removed.
 
 use perf_core::*;
 
@@ -8,13 +8,14 @@ fn wide() -> Attr {
     hw().with_inherit()
 }
 
-/// Returns the vCPUs of `event` and their counts.
+/// Returns the contribution of each vCPU to the count of `event`: vCPU number and count.
 fn counts(event: &EventHandle) -> Vec<(u32, u64)> {
     let parts = event.read_by_vcpu().unwrap();
     parts.iter().map(|p| (p.vcpu.0, p.reading.value)).collect()
 }
 
-/// A reset clears counts and keeps times, so the contributions of the vCPUs still add up.
+/// A reset clears the counts and keeps the times of exited children, so the contributions of the
+/// vCPUs still add up to the total.
 #[test]
 fn reset_family_keeps_times_of_exited_children() {
     let m = TestCore::new(4);
@@ -38,7 +39,8 @@ fn reset_family_keeps_times_of_exited_children() {
     assert_eq!((estimate.value, estimate.exact), (0, true));
 }
 
-/// A vCPU that is added again under the same number shares one entry with its removed predecessor.
+/// The contributions of a removed vCPU and of a later vCPU with the same number are reported in one
+/// entry.
 #[test]
 fn readings_by_vcpu_are_merged_and_ordered() {
     let m = TestCore::new(4);
@@ -55,8 +57,8 @@ fn readings_by_vcpu_are_merged_and_ordered() {
     assert_eq!(counts(&e), [(1, 12), (2, 2), (3, 6)]);
 }
 
-/// A VM-wide event does not count the work of other threads of the VMM, regardless of whether they
-/// were added before or after it was opened.
+/// A VM-wide event does not count the work of threads that are not vCPUs, whether they were added
+/// before or after the event was opened.
 #[test]
 fn vm_wide_events_do_not_count_plain_threads() {
     let m = TestCore::new(4);
@@ -202,7 +204,8 @@ fn closing_session_closes_only_its_events() {
     assert_eq!(mine.read().unwrap().value, 7);
 }
 
-/// P14 with threads: readers see a monotonic sum while vCPUs are added and removed.
+/// Behavior P14 with threads: the sum that readers see never decreases while vCPUs are added and
+/// removed.
 #[test]
 fn p14_concurrent_readers_see_a_monotonic_sum() {
     use std::sync::atomic::{AtomicBool, Ordering};
@@ -243,7 +246,7 @@ fn p14_concurrent_readers_see_a_monotonic_sum() {
 }
 
 /// A family (a VM-wide event with children) that has not run on one of the vCPUs has no estimate,
-/// because the sum would be too low without that vCPU.
+/// because the count of that vCPU is unknown.
 #[test]
 fn family_waiting_on_one_vcpu_has_no_estimate() {
     let m = TestCore::new(1);
@@ -265,7 +268,7 @@ fn family_waiting_on_one_vcpu_has_no_estimate() {
 }
 
 /// Hot-add rejects the same events as opening: groups that can never be active, and more events
-/// than slots if multiplexing is disabled.
+/// than slots if slots may not be shared.
 #[test]
 fn hot_add_applies_open_checks() {
     let errno = |m: &TestCore, leader: Option<&EventHandle>| {
@@ -297,8 +300,8 @@ fn hot_add_applies_open_checks() {
     assert_eq!(m.vcpu(0).stats().active, 2);
 }
 
-/// Opening an event for the whole VM applies to all vCPUs or to none. If it fails on the second
-/// vCPU, no event remains on the first.
+/// If a VM-wide event cannot be opened on the second vCPU, opening fails and no child remains on
+/// the first vCPU.
 #[test]
 fn failed_fan_out_leaves_no_event() {
     let m = TestCore::with(1, |c| c.share = SharePolicy::Strict);

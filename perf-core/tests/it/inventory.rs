@@ -1,11 +1,11 @@
 //! Checks of the inventory of behaviors in tests/inventory.md: no behavior number is missing, and
-//! every test that it names exists.
+//! each test that the inventory names exists.
 
 use std::collections::BTreeSet;
 use std::fs;
 use std::path::Path;
 
-/// Appends the text and the names of all source files below `dir`.
+/// Collects the texts and the names of all source files below `dir`.
 fn read(dir: &Path, text: &mut String, files: &mut BTreeSet<String>) {
     for entry in fs::read_dir(dir).unwrap() {
         let path = entry.unwrap().path();
@@ -18,8 +18,8 @@ fn read(dir: &Path, text: &mut String, files: &mut BTreeSet<String>) {
     }
 }
 
-/// Adds the behavior numbers in the number column of the inventory to `all`, including ranges such
-/// as `3–5` and `T11–T18`.
+/// Adds the behavior numbers in the inventory's number column to `all`. The column may contain
+/// ranges such as `3–5` and `T11–T18`.
 fn numbers(column: &str, all: &mut BTreeSet<(char, u32)>) {
     for part in column.split(',').map(str::trim) {
         let kind = part.chars().next().filter(|c| "TP".contains(*c)).unwrap_or('#');

@@ -1,5 +1,5 @@
-//! The same calls on kernel events and on this crate's events yield the same errors, bytes, states
-//! and counts.
+//! Tests that the same calls yield the same errors, bytes, states and counts on kernel events and
+//! on events of this crate.
 #![expect(unsafe_code, reason = "calls of the system")]
 
 use std::io;
@@ -18,7 +18,7 @@ use test_support::skip;
 const PAGE_FAULTS: u64 = 2;
 const DUMMY: u64 = 9;
 const PAGE: usize = 4096;
-/// Number of page faults in one unit of work. Other faults during this work are far fewer.
+/// Number of page faults in one unit of work, far more than other page faults that occur meanwhile.
 const WORK: usize = 100;
 
 const ENABLE: u64 = 0x2400;
@@ -30,7 +30,7 @@ const SET_OUTPUT: u64 = 0x2405;
 const ID: u64 = 0x8008_2407;
 const GROUP: u64 = 1;
 
-/// Returns a nonnegative result of a system call, or the error number.
+/// Returns the result of a system call if it is not negative, otherwise the error number.
 fn checked(result: i64) -> Result<i64, i32> {
     if result >= 0 {
         return Ok(result);
@@ -207,8 +207,8 @@ fn attribute_errors_match_kernel() {
     }
 }
 
-/// The attributes of a current perf version are accepted, although they are longer than the known
-/// structure. The additional bytes are zero unless used.
+/// The attributes of a newer perf version are accepted, although they are longer than the layout
+/// that this crate supports, because the additional bytes are zero.
 #[test]
 fn attribute_of_a_current_perf_is_understood() {
     let Some(ours) = ours() else { return };
@@ -409,8 +409,8 @@ fn op() -> impl Strategy<Value = Op> {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(32))]
 
-    /// For the same history of a group of three events, counts are equal, and times advance or stop
-    /// in the same steps.
+    /// After the same operations on a group of three events, the counts equal those of the kernel,
+    /// and the times advance in the same steps as in the kernel.
     #[test]
     fn group_history_matches_kernel(disabled: [bool; 3], pinned: bool, ops in prop::collection::vec(op(), 1..25)) {
         let Some(ours) = ours() else { return Ok(()) };

@@ -1,5 +1,5 @@
-//! The `kvm` driver on this machine's KVM. Requires /dev/kvm with binary statistics. Otherwise the
-//! tests report this and pass.
+//! Tests of the `kvm` driver with this machine's KVM. Without /dev/kvm or its binary statistics,
+//! the tests print a message and pass.
 #![expect(unsafe_code, reason = "calls of the system")]
 
 use std::fs::File;
@@ -14,17 +14,17 @@ use perf_core::pmu::{Pmu, PmuError, PmuEvent, PmuTarget, VcpuId};
 use crate::common::guest::RealModeVm;
 use test_support::skip;
 
-/// `KVM_GET_STATS_FD`: `_IO(0xae, 0xce)`.
+/// Number of the ioctl `KVM_GET_STATS_FD`: `_IO(0xae, 0xce)`.
 const KVM_GET_STATS_FD: libc::c_ulong = 0xaece;
 
-/// `out 0x10, al` in a loop, so that every run exits immediately.
+/// Machine code of `out 0x10, al` in a loop, which makes every `KVM_RUN` exit immediately.
 const OUT_FOR_EVER: [u8; 4] = [0xe6, 0x10, 0xeb, 0xfc];
 
 struct Counted {
     pmu: KvmPmu,
     guest: RealModeVm,
-    /// Index of a statistic that each run of a vCPU increments. The choice depends on the KVM
-    /// implementation.
+    /// Index of a statistic that each `KVM_RUN` of a vCPU increments. Which statistic this is
+    /// depends on the KVM implementation.
     rising: u64,
 }
 
@@ -39,7 +39,8 @@ fn stats_of(fd: &impl AsRawFd) -> Option<StatsFile> {
     Some(StatsFile::new(fd).unwrap())
 }
 
-/// Creates a guest. Prints a message and returns `None` without a KVM that has binary statistics.
+/// Creates a guest. Prints a message and returns `None` if KVM or its binary statistics are
+/// missing.
 fn guest() -> Option<Counted> {
     let counted = counted_guest();
     if counted.is_none() {
@@ -112,7 +113,8 @@ fn vcpus_counts_are_its_own() {
     assert!(first.read() > counted);
 }
 
-/// The VM-wide count is the same on every target, and equals the sum over the vCPUs.
+/// The count of a statistic for the whole VM is the same on every target, and equals the sum over
+/// the vCPUs.
 #[test]
 fn vms_total_is_a_package_count() {
     let Some(mut g) = guest() else { return };
@@ -176,7 +178,7 @@ fn kvm_driver_rejects_unsupported_events() {
     assert_eq!(ev.take_overflows(), 0);
 }
 
-/// Instantaneous statistics, which are not counts, are listed but cannot be opened.
+/// Instantaneous statistics are listed but cannot be opened as events, because they are not counts.
 #[test]
 fn instantaneous_statistic_is_not_an_event() {
     let Some(g) = guest() else { return };
@@ -189,7 +191,7 @@ fn instantaneous_statistic_is_not_an_event() {
     assert!(matches!(refused, Err(PmuError::Unsupported(_))));
 }
 
-/// An unrelated or empty file causes an error and no panic.
+/// Opening an unrelated or empty file as statistics returns an error and does not panic.
 #[test]
 fn foreign_descriptor_is_rejected() {
     // SAFETY: memfd_create takes a NUL-terminated name and returns a new file descriptor.

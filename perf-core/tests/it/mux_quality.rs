@@ -1,6 +1,6 @@
-//! The accuracy guarantee of the adaptive policy and the interpolating estimator, on the traces and
-//! seeds of the `mux_quality` example. The error is a third of that of linear scaling under round
-//! robin, and no greater on any trace.
+//! Tests of the accuracy guarantee of the adaptive policy with the interpolating estimator, on the
+//! traces and seeds of the `mux_quality` example. The mean error is at most a third of the error of
+//! round robin with linear scaling, and no trace has a greater error.
 
 #[allow(dead_code, reason = "each program uses its part")]
 #[path = "../../examples/mux_quality/family.rs"]
@@ -19,7 +19,8 @@ use measure::{Comparison, ErrorBars, runs};
 use perf_core::mux::MuxPolicy;
 use traces::{SEEDS, TICK_NS, Trace};
 
-/// Calls `measure` for each item on a separate thread. Returns the results in the same order.
+/// Calls `measure` for each item on a separate thread. Returns the results in the order of the
+/// items.
 fn in_parallel<T: Sync, R: Send>(items: &[T], measure: impl Fn(&T) -> R + Sync) -> Vec<R> {
     let measure = &measure;
     thread::scope(|scope| {
@@ -32,8 +33,8 @@ fn in_parallel<T: Sync, R: Send>(items: &[T], measure: impl Fn(&T) -> R + Sync) 
     })
 }
 
-/// Returns each fixed trace with a comparison of both policies under a precise timer. Measured once
-/// for all tests.
+/// Returns each fixed trace with a comparison of both policies under a precise timer. The
+/// comparisons are measured once for all tests.
 fn fixed_traces() -> &'static [(Trace, Comparison)] {
     static FIXED: OnceLock<Vec<(Trace, Comparison)>> = OnceLock::new();
     FIXED.get_or_init(|| {
@@ -43,8 +44,8 @@ fn fixed_traces() -> &'static [(Trace, Comparison)] {
     })
 }
 
-/// Checks comparisons of named traces. No trace may be worse by more than the noise of repeated
-/// seeds and `tolerance`.
+/// Checks the accuracy guarantee for comparisons of named traces. On no trace may the adaptive
+/// policy be worse by more than the noise between seeds and `tolerance`.
 fn check<'a>(comparisons: impl Iterator<Item = (&'a str, &'a Comparison)>, tolerance: f64) {
     let (mut reference, mut ours) = (0.0, 0.0);
     for (name, c) in comparisons {
@@ -70,7 +71,7 @@ fn third_of_the_error_and_never_worse() {
 }
 
 /// The accuracy guarantee also holds for a timer that fires only on whole milliseconds. Rounding to
-/// milliseconds makes intervals irregular, which costs up to half a percent of a count.
+/// milliseconds makes the intervals irregular, which adds an error of up to half a percent.
 #[test]
 fn coarse_timer_is_enough() {
     let coarse = in_parallel(fixed_traces(), |(trace, precise)| {
@@ -81,8 +82,8 @@ fn coarse_timer_is_enough() {
     check(names.zip(&coarse), 0.005);
 }
 
-/// The accuracy guarantee also holds on random traces. The estimates of a rhythm that plain
-/// rotation happens to sample evenly may be slightly worse than under plain rotation.
+/// The accuracy guarantee also holds on random traces. Only for periodic patterns that round robin
+/// happens to sample evenly, the estimates may be slightly worse.
 #[test]
 fn third_of_the_error_on_random_traces() {
     let random: Vec<_> = family::HOLD_OUT
@@ -95,8 +96,8 @@ fn third_of_the_error_on_random_traces() {
 
 const POLICIES: [MuxPolicy; 2] = [MuxPolicy::Rotate, MuxPolicy::Adaptive];
 
-/// Returns the error bars that a core reports under each policy on 24 traces of `kind`, which are
-/// measured once for all tests.
+/// Returns statistics of the error bars that a core reports on 24 traces of `kind`, under each
+/// policy. The traces are measured once for all tests.
 fn error_bars(kind: &str) -> [(MuxPolicy, ErrorBars); 2] {
     static MEASURED: [OnceLock<[ErrorBars; 2]>; family::ALL_KINDS.len()] =
         [const { OnceLock::new() }; family::ALL_KINDS.len()];
@@ -115,9 +116,9 @@ fn error_bars(kind: &str) -> [(MuxPolicy, ErrorBars); 2] {
     [(POLICIES[0], measured[0]), (POLICIES[1], measured[1])]
 }
 
-/// The truth lies within two standard errors 19 times out of 20, neither much less often nor
-/// always, for every kind of trace with informative slices and under both policies. The share per
-/// kind is known to within about three percent.
+/// The true count lies within two standard errors of the estimate 19 times out of 20, neither much
+/// less often nor always. This holds under both policies for every kind of trace whose slices
+/// determine a standard error.
 #[test]
 fn two_standard_errors_have_nominal_coverage() {
     let mut all = [ErrorBars::default(); 2];
@@ -148,8 +149,9 @@ fn two_standard_errors_have_nominal_coverage() {
     }
 }
 
-/// A rhythm in phase with the intervals appears constant in all slices. Of the estimates of such
-/// rhythms, at most 5 % have an incorrect error bar. The others have no error bar or a correct one.
+/// A periodic pattern in phase with the intervals (a rhythm) appears constant in all slices. At
+/// most 5 % of the estimates of such patterns have an incorrect error bar. All others have a
+/// correct one or none.
 #[test]
 fn aliased_rhythms_have_no_error_bar_or_a_correct_one() {
     for kind in [
@@ -171,7 +173,8 @@ fn aliased_rhythms_have_no_error_bar_or_a_correct_one() {
     }
 }
 
-/// If a few slices dominate, the estimate has a bound, and the error is within this bound.
+/// If a few slices dominate the count, the estimate has an error bound, and the actual error is
+/// within this bound.
 #[test]
 fn long_tails_have_bounds_that_hold() {
     for kind in ["long-tail", "phases", "spikes"] {
@@ -184,8 +187,8 @@ fn long_tails_have_bounds_that_hold() {
     }
 }
 
-/// Estimates of the fixed traces with a rhythm have either no error bar or a correct one. These
-/// traces include a rhythm that plain rotation misjudges by more than half.
+/// Estimates of the fixed traces with a periodic pattern have either a correct error bar or none.
+/// On one of these traces, the estimates under round robin are wrong by more than half.
 #[test]
 fn rhythm_hidden_from_rotation_has_no_error_bar() {
     for (trace, c) in fixed_traces() {
@@ -205,10 +208,10 @@ fn rhythm_hidden_from_rotation_has_no_error_bar() {
     }
 }
 
-/// A rhythm that one event reveals makes the errors of all events unknown. All events have a brief
-/// peak in each rotation. Some events are active during the peak, always in the same part of their
-/// slices, and the variation within these slices reveals the rhythm. The other events are never
-/// active during the peak, so their slices look constant.
+/// If the slices of one event reveal a periodic pattern in phase with the intervals, the errors of
+/// all events are unknown. In this test, all events have a brief peak in each rotation. Some events
+/// are active during the peak, and the variation within their slices reveals the pattern. All other
+/// events are never active during the peak, so their slices look constant.
 #[test]
 fn rhythm_detected_by_one_event_makes_other_errors_unknown() {
     let steps = TICK_NS * 4 / traces::STEP_NS;
@@ -226,9 +229,8 @@ fn rhythm_detected_by_one_event_makes_other_errors_unknown() {
     }
 }
 
-/// Estimates of a core are as accurate as those of the queue and the estimator alone, because the
-/// core reports each slice to the policy as soon as the slice ends. If the core reported the slice
-/// one rotation later, the policy's test for constant rates would already have advanced.
+/// Estimates of a core are as accurate as those of the multiplexing queue and the estimator alone.
+/// This requires that the core reports each slice to the queue as soon as the slice ends.
 #[test]
 fn core_estimates_match_estimator_accuracy() {
     let (mut alone, mut through) = (0.0, 0.0);

@@ -27,9 +27,9 @@ use proptest::test_runner::{Config, RngAlgorithm, TestCaseError, TestError, Test
 
 /// Maximum number of vCPUs.
 const VCPUS: u32 = 3;
-/// Maximum number of open events.
+/// Maximum number of events that are open at the same time.
 const EVENTS: usize = 9;
-/// IDs of the two raised events in use.
+/// IDs of the two raised software events that the histories use.
 const IDS: [u64; 2] = [SoftwareEventId::Halts as u64, CONTEXT_SWITCHES];
 
 #[derive(Clone, Debug)]
@@ -65,7 +65,8 @@ enum Step {
         regs: bool,
     },
     Service(u32),
-    /// Makes the driver without slots reject all starts (`true`) or accept them again (`false`).
+    /// Makes the software driver reject all starts of events (`true`) or accept them again
+    /// (`false`).
     Refuse(bool),
 }
 
@@ -184,7 +185,7 @@ fn config_of(name: u64, rate: u64) -> u64 {
     4 * name + rate - 1
 }
 
-/// Returns the counter that one of the drivers has just opened for `config` on `vcpu`.
+/// Returns the driver event that one of the drivers has just opened for `config` on `vcpu`.
 fn claim(drivers: [&Arc<DriverState>; 2], vcpu: u32, config: u64) -> Option<Arc<Counter>> {
     drivers.into_iter().find_map(|driver| driver.claim(vcpu, config))
 }
@@ -698,9 +699,9 @@ fn any_history_matches_model() {
     assert!(judged.is_ok(), "{}", judged.unwrap_err());
 }
 
-/// The oracle detects a faulty driver and shrinks the history that reveals the fault to a readable
-/// one. The histories are fixed, because the result of shrinking depends on the starting point, and
-/// this test does not search for new faults.
+/// The oracle detects a faulty driver, and shrinks the history that reveals the fault to a few
+/// steps. The histories in this test are fixed, because the result of shrinking depends on the
+/// initial history.
 #[test]
 fn oracle_detects_driver_faults() {
     for fault in [DriverFault::LosesCount, DriverFault::DropsOverflows] {

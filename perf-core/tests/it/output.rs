@@ -1,5 +1,5 @@
-//! Rings attached to events: samples, side-band records, redirection, notification and memory
-//! limits.
+//! Tests of rings that are attached to events: samples, side-band records, redirection,
+//! notification and memory limits.
 
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 
@@ -67,7 +67,7 @@ fn records(ring: &Ring, attr: &Attr) -> Vec<String> {
     out
 }
 
-/// Returns the first words of `records`.
+/// Returns the first word of each text in `records`, which is the record type.
 fn kinds(records: &[String]) -> Vec<&str> {
     records.iter().map(|r| r.split(' ').next().unwrap()).collect()
 }
@@ -163,8 +163,8 @@ fn p39_exit_comes_after_the_last_sample_and_reads_follow_it() {
     assert_eq!(records(&ring, &attr).len(), 0, "a disabled event gets none");
 }
 
-/// An overflow that was not handled before its vCPU was removed is reported as lost before the EXIT
-/// record, and not sampled after it. Its counts remain.
+/// An overflow that was not serviced before its vCPU was removed has no sample. A LOST record
+/// before the EXIT record reports it, and the event keeps its counts.
 #[test]
 fn p39_an_overflow_not_served_when_a_vcpu_is_removed_is_lost() {
     let m = TestCore::new(4);
@@ -218,9 +218,9 @@ fn p36_redirections_form_no_chains_and_can_be_undone() {
     assert_eq!(m.core.ring_pages(0), 0);
 }
 
-/// An event that writes to the ring of a closed event continues to do so and stays redirected.
-/// While it is redirected, no other event can be redirected to it, because the records of that
-/// other event would be lost, and it cannot map its own ring.
+/// An event whose output is redirected to the ring of an event continues to write to this ring
+/// after that event is closed. It stays redirected: it cannot map its own ring, and no other event
+/// can be redirected to it.
 #[test]
 fn p36_event_keeps_writing_to_ring_of_closed_event() {
     let m = TestCore::new(4);
@@ -298,8 +298,8 @@ fn p35_ring_memory_is_charged_and_refunded_exactly() {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(64))]
 
-    /// P35: the charged memory equals the mapped memory after any sequence, including failures, and
-    /// is zero at the end.
+    /// Behavior P35: the charged memory equals the mapped memory after any sequence of operations,
+    /// including failed ones, and is zero at the end.
     #[test]
     fn p35_charged_memory_equals_mapped_memory(ops in prop::collection::vec((0usize..3, 0u8..4, 0usize..6), 1..60)) {
         let m = TestCore::with(1, |c| { c.mlock_kb = 32; c.host_cpus = 1; c.memlock_kb = 0; });
@@ -395,7 +395,7 @@ fn ring_of_the_control_page_alone_shows_count_and_times() {
     assert_eq!(counter().offset, 0);
 }
 
-/// Returns the attributes of a sampling event of which every `n`th sample wakes the reader.
+/// Returns the attributes of a sampling event that wakes its reader at every `n`th sample.
 fn waking_after(n: u32) -> Attr {
     Attr {
         wakeup: attr::WakeupCondition::Events(n),
@@ -425,8 +425,8 @@ fn is_readable(fd: &OwnedFd) -> bool {
     epoll.wait(0, &mut [EpollEvent::default()]).unwrap() > 0
 }
 
-/// The file descriptor that is returned for polling is that of the ring, or that of the event if it
-/// has no ring. The caller's copy stays valid after the event and the ring are closed.
+/// The file descriptor for polling is a copy of the ring's, or of the event's if the event has no
+/// ring. The copy stays valid after the event and the ring are closed.
 #[test]
 fn poll_descriptor_belongs_to_caller() {
     let m = TestCore::new(4);
@@ -450,8 +450,8 @@ fn poll_descriptor_belongs_to_caller() {
 }
 
 /// An event that has reached its overflow limit writes no more records, so its own ring reports a
-/// hang-up. The ring of another event to which it is redirected reports none, because that event
-/// may write more records.
+/// hang-up. If its output is redirected to the ring of another event, that ring reports no hang-up,
+/// because the other event may write more records.
 #[test]
 fn event_at_limit_hangs_up_only_its_own_ring() {
     let m = TestCore::new(4);
@@ -498,7 +498,8 @@ fn paused_ring_reports_lost_records() {
     }
 }
 
-/// Registers with only the mandatory values yield samples with empty fields.
+/// If the VMM supplies only the mandatory registers, all other register fields of samples are
+/// empty.
 #[test]
 fn unknown_registers_yield_empty_fields() {
     let m = TestCore::new(4);
@@ -513,16 +514,16 @@ fn unknown_registers_yield_empty_fields() {
     assert_eq!(samples, [(0, 0, vec![0; 4])]);
 }
 
-/// An event of a random history, with the state that the test expects.
+/// An event in a random sequence of operations, with the state that the test expects.
 struct TracedEvent {
     event: EventHandle,
     redirect: Option<usize>,
-    /// Index of the event's own ring in the list of rings, and number of mappings. Kept after the
-    /// event is closed.
+    /// Index of the event's own ring in the list of rings, and number of its mappings. Kept after
+    /// the event is closed.
     ring: Option<(usize, u32)>,
     closed: bool,
-    /// Number of the event's samples that were not read. After all rings were read, these are the
-    /// lost ones.
+    /// Number of the event's samples that have not been read. After all rings have been read, the
+    /// number of lost samples.
     missing: u64,
 }
 

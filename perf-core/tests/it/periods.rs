@@ -1,5 +1,5 @@
-//! Periods of samples. Each period is the number of counts since the previous sample, for any
-//! changes in between, so the periods add up to the count.
+//! Tests of the periods of samples. Each period is the number of counts since the previous sample,
+//! so the periods add up to the count, whatever happens between samples.
 
 use perf_core::ring::{Ring, RingReader};
 use perf_core::*;
@@ -29,7 +29,7 @@ fn run(m: &TestCore, v: &VcpuContext, n: u64) {
     serve(v);
 }
 
-/// Returns the vCPU and the period of each unread sample.
+/// Returns the vCPU and the period of each unread sample in a ring.
 fn samples(ring: &Ring) -> Vec<(u32, u64)> {
     map_samples(ring, &sampling(1), |s| (s.cpu, s.period))
 }

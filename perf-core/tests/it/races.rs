@@ -1,5 +1,5 @@
-//! Races with other threads while an event is opened or a vCPU is removed. Every count has its
-//! record, and no record follows the last one of a vCPU.
+//! Tests of races with other threads while an event is opened or a vCPU is removed. No record of an
+//! event is missing, and no record follows the EXIT record of a vCPU.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
@@ -62,7 +62,7 @@ fn event_opened_with_the_output_flag_has_a_sample_for_each_count() {
 
 type Hook = Box<dyn FnOnce() + Send>;
 
-/// A clock that runs a hook the next time it is read.
+/// A clock that calls a function (a hook) when it is read the next time.
 #[derive(Default)]
 struct HookedClock(Mutex<Option<Hook>>);
 

@@ -1,4 +1,4 @@
-//! Read formats, IDs and invalid requests.
+//! Tests of read formats, event IDs and invalid requests.
 
 use perf_core::*;
 use proptest::prelude::*;
@@ -6,8 +6,8 @@ use proptest::prelude::*;
 use crate::common::test_core::*;
 
 proptest! {
-    /// P20 and P21: a read writes exactly as many bytes as the event's read format requires, or
-    /// none.
+    /// Behaviors P20 and P21: a read writes exactly as many bytes as the event's read format
+    /// requires, or none if the buffer is too short.
     #[test]
     fn p20_p21_a_reading_has_the_size_of_its_format(bits in 0u64..16, siblings in 0usize..4, short in 0usize..9) {
         let m = TestCore::new(8);

@@ -1,5 +1,5 @@
-//! Formats of records and readings for external readers: `linux-perf-data` finds the event, vCPU
-//! and time of every record in a ring that events of several formats share.
+//! Tests of the formats of records and readings with an external reader, `linux-perf-data`. It
+//! finds the event, vCPU and time of each record in a ring that events of several formats share.
 
 use std::io::Cursor;
 use std::sync::Arc;
@@ -13,7 +13,8 @@ use perf_core::*;
 
 use crate::common::test_core::*;
 
-/// Returns a perf.data file with the given events and their IDs, and the records as in the ring.
+/// Returns a perf.data file that contains the given events, their IDs, and the bytes of the records
+/// in the ring.
 fn perf_file(events: &[(&Attr, u64)], records: &[u8]) -> Vec<u8> {
     const HEADER: u64 = 104;
     let attr_size = u64::from(ATTR_SIZE_VER8);
@@ -149,7 +150,7 @@ fn reader_of_perf_files_finds_event_vcpu_and_time_of_every_record() {
     );
 }
 
-/// Returns the words of a read of `event`.
+/// Reads `event` and returns the words of the reading.
 fn words(event: &EventHandle) -> Vec<u64> {
     let mut bytes = vec![0; event.read_size().unwrap()];
     assert_eq!(event.read_bytes(&mut bytes).unwrap(), bytes.len());
@@ -224,7 +225,7 @@ fn family_lost_count_includes_children() {
     assert_eq!(words(&event), [30, 3], "also of those that have gone");
 }
 
-/// The largest record fits an empty ring after the largest LOST record.
+/// An empty ring has space for the largest LOST record followed by the largest record.
 #[test]
 fn largest_record_fits_after_lost_record_with_trailer() {
     let m = TestCore::new(4);

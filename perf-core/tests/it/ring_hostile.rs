@@ -1,5 +1,6 @@
-//! Readers of corrupted rings: each type of corruption is reported with its position, everything up
-//! to the head is skipped, and reading continues. Also checks which file descriptors are rings.
+//! Tests of readers with corrupted rings. Each type of corruption is reported with its position,
+//! everything up to the head is skipped, and reading continues. Also tests which file descriptors
+//! are accepted as rings.
 
 #![expect(unsafe_code, reason = "system calls")]
 
@@ -13,7 +14,7 @@ use crate::common::ring::{DATA_HEAD, DATA_TAIL, TAGGED, foreign, peek, poke, rin
 
 /// Byte offset of `data_offset` in the control page.
 const DATA_OFFSET: u64 = 1040;
-/// Byte offset of `data_size`.
+/// Byte offset of `data_size` in the control page.
 const DATA_SIZE: u64 = 1048;
 const PAGE: u64 = PAGE_SIZE as u64;
 
@@ -22,7 +23,8 @@ fn header(ring: &File, position: u64, size: u64) {
     poke(ring, PAGE + position % PAGE, u64::from(TAGGED) | size << 48);
 }
 
-/// Returns the position and the description of a corruption.
+/// Reads the next record, which must be corrupt. Returns its position and the description of the
+/// corruption.
 fn corrupt(error: RingReadError) -> (u64, &'static str) {
     match error {
         RingReadError::Corrupt { position, what } => (position, what),
@@ -35,8 +37,8 @@ const ODD: &str = "the size of the record is not a multiple of 8";
 const BEYOND: &str = "the record ends beyond the head";
 const HEAD: &str = "the head is behind the tail or beyond the ring";
 
-/// Writes a record of 16 bytes and a second record whose header claims `size` bytes. The head makes
-/// `there` bytes available for the second record.
+/// Writes a record of 16 bytes and a second record whose header claims `size` bytes. Sets the head
+/// so that the second record has `there` available bytes.
 fn one_good_one_bad(size: u64, there: u64) -> (Ring, File) {
     let ring = Ring::new(1, RingMode::Writable).expect("a ring");
     let memory = foreign(&ring);
@@ -151,8 +153,8 @@ fn ring_without_data_has_no_head() {
     assert_eq!(corrupt(reader.next_record().expect_err("nowhere")), (0, HEAD));
 }
 
-/// A reader that maps an overwrite ring after many writes begins at the first record of the ring if
-/// and only if a reader that existed from the start would not be overrun.
+/// A reader that maps an overwrite ring after some writes begins at the first record if and only if
+/// a reader that existed before the writes is not overrun.
 #[test]
 fn late_and_early_overwrite_readers_trust_equal_ranges() {
     let mut early_least = None;
@@ -193,7 +195,8 @@ fn late_and_early_overwrite_readers_trust_equal_ranges() {
     assert_eq!(least, PAGE * 3 / 4 / 24 + 1);
 }
 
-/// Records of an overwrite ring can only be trusted one at a time.
+/// A batch of an overwrite ring is empty, because the records of such a ring can only be trusted
+/// one at a time.
 #[test]
 fn overwrite_ring_yields_no_batch() {
     let (ring, mut reader) = ring_and_reader(1, RingMode::Overwrite);
@@ -202,7 +205,8 @@ fn overwrite_ring_yields_no_batch() {
     assert!(reader.next_record().expect("sound").is_some());
 }
 
-/// A head that moves backwards is not an overrun, even in an overwrite ring.
+/// A head that moves backwards is reported as corruption, not as an overrun, even in an overwrite
+/// ring.
 #[test]
 fn backward_head_of_overwrite_ring_is_reported() {
     let seals = libc::F_SEAL_SHRINK | libc::F_SEAL_FUTURE_WRITE;
@@ -232,7 +236,7 @@ fn backward_head_of_overwrite_ring_is_reported() {
     }
 }
 
-/// Maps the first page of `file`, which stays writable after the file is sealed.
+/// Maps the first page of `file`. The mapping stays writable after the file is sealed.
 fn shared(file: &File) -> *mut u64 {
     // SAFETY: a new mapping of the file's first page; the result is checked.
     let page = unsafe {
@@ -249,7 +253,7 @@ fn shared(file: &File) -> *mut u64 {
     page.cast()
 }
 
-/// Space is released per quarter of the ring, and when the ring is empty.
+/// A reader releases space after each quarter of the ring, and when it has read all records.
 #[test]
 fn space_is_released_per_quarter() {
     let ring = Arc::new(Ring::new(1, RingMode::Writable).expect("a ring"));
@@ -329,8 +333,8 @@ fn control_page_reports_supported_fields() {
     );
 }
 
-/// The largest kernel ring is mapped. Larger sizes and sizes that are not powers of two are
-/// rejected.
+/// A kernel ring of the maximum size can be mapped. Larger sizes and sizes that are not powers of
+/// two are rejected.
 #[test]
 fn kernel_ring_page_count_is_limited() {
     let no_event = File::open("/dev/null").expect("there is one");
@@ -350,8 +354,8 @@ fn kernel_ring_page_count_is_limited() {
     }
 }
 
-/// A process that may not write the data may not write the tail either, so its ring is in overwrite
-/// mode.
+/// A ring whose memfd is sealed against writing is in overwrite mode, because the reader cannot
+/// advance the tail.
 #[test]
 fn ring_mode_is_derived_from_seals() {
     let size = libc::F_SEAL_SHRINK;

@@ -1,4 +1,5 @@
-//! Invariants of the ring under random sequences of operations, checked against a simple model.
+//! Tests of the ring's invariants with random sequences of operations, which are compared with a
+//! simple model.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -15,7 +16,7 @@ use crate::common::ring::{
 
 #[derive(Clone, Debug)]
 enum Step {
-    /// Begins a record of this number of words.
+    /// Begins a record of this number of 8-byte words.
     Begin(usize),
     /// Ends the n-th open record, modulo the number of open records. Nested writers end the last
     /// record, and threads end any record.
@@ -36,13 +37,13 @@ fn step() -> impl Strategy<Value = Step> {
     ]
 }
 
-/// A ring of one page, and its expected content.
+/// A ring of one data page, and the records that the test expects to read from it.
 struct Model {
     ring: Arc<Ring>,
     reader: RingReader,
     page: std::fs::File,
     head: u64,
-    /// Numbers of the accepted records, in order.
+    /// Numbers of the records that the ring accepted, in order.
     accepted: VecDeque<u64>,
     attempts: u64,
     seen: u64,

@@ -1,5 +1,5 @@
-//! Reads rings that the kernel writes, and encodes the kernel's records again, to check that layout
-//! and protocol match those of the kernel.
+//! Tests that ring layout, ring protocol and record encoding match those of the kernel: records are
+//! read from a kernel ring, decoded and encoded again.
 
 #![expect(unsafe_code, reason = "calls of the system")]
 
@@ -16,7 +16,7 @@ use perf_event::{Builder, SampleFlag};
 use crate::common::memory::fault;
 use test_support::skip;
 
-/// All sample types that can be requested here.
+/// All sample types that a kernel event in these tests can request.
 const ALL: SampleType = SampleType::all()
     .difference(SampleType::REGS_USER)
     .difference(SampleType::STACK_USER)
@@ -151,7 +151,7 @@ const EXIT: u32 = 4;
 const FORK: u32 = 7;
 const SAMPLE: u32 = 9;
 
-/// Returns the read formats that this host's kernel supports: without LOST before Linux 6.0.
+/// Returns the read formats that this host's kernel supports. Kernels before Linux 6.0 lack LOST.
 fn read_formats() -> u64 {
     let attr = Attr {
         sample_period: 0,
@@ -171,7 +171,7 @@ fn faults(sample_type: SampleType, read_format: ReadFormat) -> Attr {
     }
 }
 
-/// Checks that there are at least as many records of each type as `minimum` states.
+/// Checks that the number of records of each type is at least the one in `minimum`.
 fn check_numbers(types: &BTreeMap<u32, u32>, minimum: &[(u32, u32)]) {
     for (ty, least) in minimum {
         assert!(types.get(ty).is_some_and(|n| n >= least), "type {ty}: {types:?}");
@@ -272,8 +272,9 @@ fn side_band_records_match_kernel_encoding() {
     }
 }
 
-/// Records of an event that threads inherit match the kernel's encoding when one of the threads
-/// exits. Linux no longer writes READ records, because the thread has no context left at that time.
+/// If a thread with an inherited event exits, the records of the event match the kernel's encoding.
+/// Linux does not write READ records in this case, because the thread's perf context is already
+/// released.
 #[test]
 fn thread_exit_records_match_kernel_encoding() {
     // SAFETY: sched_getcpu takes no arguments.

@@ -1,5 +1,5 @@
-//! Several writer threads and a reader on one ring. Also run under the thread and address
-//! sanitizers.
+//! Tests with several writer threads and a reader on one ring. The tests also run under the thread
+//! and address sanitizers.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -16,8 +16,8 @@ use crate::common::ring::{
 const WRITERS: u64 = 3;
 const EACH: u64 = if cfg!(debug_assertions) { 20_000 } else { 100_000 };
 
-/// Reads all available records and checks the order of each writer's records. Returns the numbers
-/// of records and of reported losses.
+/// Reads all available records and checks the order of each writer's records. Returns the number of
+/// records and the number of losses that LOST records report.
 fn drain_in_order(reader: &mut RingReader, last: &mut [u64]) -> (u64, u64) {
     let (mut records, mut lost) = (0, 0);
     drain(reader, |record| match check(record) {

@@ -1,5 +1,5 @@
-//! Registers are read and stacks are unwound without holding any lock of the core, and once per
-//! point in time.
+//! Tests that registers are read and stacks are unwound without holding a lock of the core, and
+//! only once for events that overflow at the same time.
 
 use std::sync::{Arc, mpsc};
 use std::thread;
@@ -10,7 +10,7 @@ use perf_core::*;
 
 use crate::common::test_core::*;
 
-/// Returns the sample types that depend on registers, and the period.
+/// Returns sample types that include the fields read from registers, and the period field.
 fn regs_sample_type() -> SampleType {
     SampleType::IP | SampleType::ADDR | SampleType::CALLCHAIN | SampleType::RAW | SampleType::PERIOD
 }
@@ -19,8 +19,8 @@ fn sampling(ty: EventType, config: u64, period: u64) -> Attr {
     Attr::sampling(ty, config, period).with_sample_type(regs_sample_type())
 }
 
-/// Registers that are slow to read. `during` runs while they are read, and the number of reads is
-/// counted.
+/// Simulated vCPU registers that are slow to read. `during` is called while they are read. Counts
+/// the reads.
 struct SlowRegs<'a> {
     during: &'a mut dyn FnMut(),
     looks: [u32; 4],
@@ -62,7 +62,7 @@ impl SampleRegs for SlowRegs<'_> {
     }
 }
 
-/// Instruction pointer, address, call chain, raw data and period of a sample.
+/// Fields of one sample: instruction pointer, address, call chain, raw data and period.
 type SampleFields = (u64, u64, Vec<u64>, Vec<u8>, u64);
 
 fn samples(ring: &Arc<Ring>) -> Vec<SampleFields> {
@@ -77,8 +77,8 @@ fn sample(period: u64) -> SampleFields {
     (0x1234, 0x5678, vec![1, 2, 3], b"raw!".to_vec(), period)
 }
 
-/// While the registers are read, another thread reads the event, enables it, and ticks, without
-/// waiting for the stack walk.
+/// While registers are read and the stack is unwound, another thread can read and enable the event
+/// and perform a tick without waiting.
 #[test]
 fn context_lock_is_free_during_stack_unwinding() {
     let m = TestCore::new(4);

@@ -1,4 +1,4 @@
-//! Overflows, periods, limits and throttling.
+//! Tests of overflows, periods, limits and throttling.
 
 use perf_core::*;
 
@@ -13,7 +13,7 @@ fn open_with_frequency(m: &TestCore, hz: u64) -> EventHandle {
     m.open_reporting(&m.admin, sim(hz).with_freq(), 1)
 }
 
-/// Services the overflows of `v` and returns their number.
+/// Services the overflows of vCPU `v` and returns the number of overflows.
 fn overflows(v: &VcpuContext) -> u32 {
     serve(v).iter().map(|o| o.times).sum()
 }
@@ -65,8 +65,8 @@ fn rearming_running_event_takes_effect_immediately() {
     assert_eq!(serve(&v), [OverflowReport { cookie: 1, times: 1 }]);
 }
 
-/// The limit of a leader stops its whole group while other members have pending overflows. All of
-/// these are handled without another signal.
+/// A leader that reaches its overflow limit stops its whole group while other members have pending
+/// overflows. These overflows are serviced without another signal.
 #[test]
 fn group_stopped_during_handling_has_no_pending_overflow() {
     let m = TestCore::new(8);
@@ -126,9 +126,9 @@ fn p27_refresh_gives_that_many_overflows_then_off_and_hup() {
     assert_eq!(inherited.refresh(1).unwrap_err().errno(), libc::EINVAL);
 }
 
-/// Overflows that occurred before an event was scheduled out and in again, but are handled only
-/// afterwards, count against the event's limit. Here they exhaust the limit, and later overflows,
-/// which would exceed it, are not reported.
+/// Overflows that occurred before an event was scheduled out and in again, but were serviced only
+/// afterwards, count towards the event's overflow limit. No overflows beyond the limit are
+/// reported.
 #[test]
 fn p27_a_limit_is_exact_when_the_event_went_off_and_on_meanwhile() {
     let m = TestCore::new(1);
@@ -194,8 +194,8 @@ fn p38_no_overflow_reported_without_active_event() {
     );
 }
 
-/// At a frequency below the tick rate, the overflows of several ticks are counted together.
-/// Otherwise each tick without an overflow would shorten the period.
+/// At a frequency below the tick rate, the period converges, because it is adjusted only after
+/// several ticks. If each tick adjusted it, each tick without an overflow would shorten it.
 #[test]
 fn frequency_below_tick_rate_converges_to_period() {
     let m = TestCore::with(4, |c| c.tick_hz = 100);
@@ -211,8 +211,9 @@ fn frequency_below_tick_rate_converges_to_period() {
     }
 }
 
-/// Opens an event that samples at `hz`, runs `steps` steps, and returns the numbers of those steps
-/// in which the event overflowed. `work` runs one step, which is a tenth of a tick of 4 ms.
+/// Opens an event with sampling frequency `hz`, runs `steps` steps of 0.4 ms (a tenth of a tick),
+/// and returns the numbers of the steps in which the event overflowed. `work` performs the work of
+/// one step.
 fn overflow_steps(m: &TestCore, hz: u64, steps: u64, work: impl Fn(u64)) -> Vec<u64> {
     let v = m.vcpu(0);
     let e = m.open_vcpu(sim(hz).with_freq(), None);
@@ -230,8 +231,8 @@ fn overflow_steps(m: &TestCore, hz: u64, steps: u64, work: impl Fn(u64)) -> Vec<
     served
 }
 
-/// An event that counts a billion per second starts with period 1. The first second must not make
-/// the period so long that the event no longer overflows.
+/// The period of an event with a billion counts per second starts at 1. In the first second, the
+/// period must not become so long that the event no longer overflows.
 #[test]
 fn low_frequency_never_falls_silent() {
     const SECOND: u64 = 2500;
@@ -253,7 +254,7 @@ fn low_frequency_never_falls_silent() {
     }
 }
 
-/// Page faults come in bursts, and a burst must not be mistaken for the mean rate.
+/// A burst of counts, for example of page faults, must not be mistaken for the mean rate.
 #[test]
 fn low_frequency_survives_bursts() {
     const SECOND: u64 = 2500;
@@ -271,8 +272,8 @@ fn low_frequency_survives_bursts() {
     }
 }
 
-/// If a guest becomes a thousand times slower, the current period of an event would take minutes.
-/// The event's period is therefore shortened before it has elapsed.
+/// If a guest becomes a thousand times slower, the current period of an event would last for
+/// minutes. The core therefore shortens the period before it has elapsed.
 #[test]
 fn excessive_period_is_shortened_early() {
     let m = TestCore::with(4, |c| c.tick_hz = 1000);
@@ -315,8 +316,8 @@ fn frequency_converges_with_late_overflow_notification() {
     assert!((8_000..=12_000).contains(&n), "{n} overflows in a second");
 }
 
-/// Throttling limits the number of samples per tick interval. If the VMM performs no ticks,
-/// interrupts of earlier intervals must not count indefinitely.
+/// If the VMM performs no ticks, an event with rare overflows is not throttled, because interrupts
+/// of earlier tick intervals are not counted indefinitely.
 #[test]
 fn p26_rare_overflows_are_not_throttled_where_no_ticks_come() {
     let m = TestCore::with(4, |c| (c.sample_rate_hz, c.tick_hz) = (100, 10));
@@ -330,9 +331,9 @@ fn p26_rare_overflows_are_not_throttled_where_no_ticks_come() {
     assert_eq!((v.stats().samples, v.stats().throttles), (100, 0));
 }
 
-/// Only a tick ends throttling, so an event that can be throttled requires ticks from its start,
-/// and requires every tick once it is throttled. Otherwise a VMM with rare ticks would leave it
-/// throttled for a long time.
+/// Only a tick ends the throttling of an event. An event with a fixed period, which may be
+/// throttled, therefore needs ticks, and every tick once it is throttled. A guest's counter needs
+/// none.
 #[test]
 fn p26_a_fixed_period_needs_ticks_and_a_guests_counter_does_not() {
     let m = TestCore::with(4, |c| (c.sample_rate_hz, c.tick_hz) = (2500, 250));
@@ -362,8 +363,8 @@ fn p26_a_fixed_period_needs_ticks_and_a_guests_counter_does_not() {
     assert_eq!(m.core.tick_need(), PendingTickWork::Work);
 }
 
-/// A tick without a handled overflow starts a new period, so that an excessively long period does
-/// not stall the event. Overflows that are already pending are not lost when this happens.
+/// If a tick replaces a period that is excessively long, overflows that are already pending are not
+/// lost.
 #[test]
 fn tick_keeps_pending_overflow() {
     let m = TestCore::with(4, |c| c.tick_hz = 1000);
@@ -374,8 +375,7 @@ fn tick_keeps_pending_overflow() {
     assert_eq!(overflows(&v), 1000);
 }
 
-/// Registers that raise a software event, at the level of normal thread execution, when they are
-/// read.
+/// Simulated vCPU registers that raise a software event at level `Thread` when they are read.
 struct RaisingRegs<'a>(&'a VcpuContext, Option<bool>);
 
 impl SampleRegs for RaisingRegs<'_> {
@@ -395,9 +395,8 @@ impl SampleRegs for RaisingRegs<'_> {
     }
 }
 
-/// Overflows are handled at the level of normal thread execution. Events that are raised at this
-/// level while registers are read are dropped as documented, without waiting for the lock that the
-/// handler holds.
+/// Overflows are serviced at level `Thread`. Events that are raised at this level while registers
+/// are read are dropped, without waiting for a lock.
 #[test]
 fn p24_event_raised_by_register_read_during_handling_does_not_deadlock() {
     let m = TestCore::new(4);
@@ -426,8 +425,8 @@ fn vm_wide_event_without_ring_notifies_opener() {
     assert!(!e.poll().contains(PollState::IN), "taken once");
 }
 
-/// An overflow less than a tick after the previous one adjusts the period. If more time has passed,
-/// the next tick adjusts the period instead, because it measures the length of the interval.
+/// An overflow adjusts the period if the previous overflow was less than a tick ago. Otherwise the
+/// next tick adjusts the period.
 #[test]
 fn overflows_within_a_tick_adjust_frequency_period() {
     // A tick is 10 ms.

@@ -1,4 +1,4 @@
-//! Groups, slots, rotation and states.
+//! Tests of groups, slots, rotation and event states.
 
 use perf_core::pmu::sim::{SimConfig, SimPmu};
 use perf_core::*;
@@ -115,7 +115,7 @@ fn strict_sharing_rejects_events_that_do_not_fit() {
 }
 
 /// Under strict sharing, a vCPU without slots for all VM-wide events cannot be added, and the
-/// failed call leaves nothing behind. With enough slots the vCPU can be added.
+/// failed call has no effect. With enough slots, the vCPU can be added.
 #[test]
 fn strict_sharing_refuses_a_vcpu_on_which_events_of_the_vm_do_not_fit() {
     let m = TestCore::new(2);
@@ -229,8 +229,8 @@ fn driver_that_refuses_leaves_a_flexible_group_waiting_and_a_pinned_one_in_error
     assert_eq!(flexible.state(), EventState::Active);
 }
 
-/// If the second member receives no slot, the first member is stopped again, and other events
-/// receive its slot.
+/// If the second member of a group receives no slot, the first member is stopped again, and another
+/// event receives its slot.
 #[test]
 fn partially_fitting_group_is_off_as_a_whole() {
     let core = PerfCore::new(PerfCoreConfig::default());
@@ -280,7 +280,7 @@ fn partially_fitting_group_is_off_as_a_whole() {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(64))]
 
-    /// P8: each of several equal groups is active for its exact share of intervals.
+    /// Behavior P8: each of several equal groups is active for its exact share of intervals.
     #[test]
     fn p8_each_of_equal_groups_has_its_share(slots in 1usize..6, n in 1usize..12, rounds in 20u64..60, turn in 1u64..10_000) {
         let m = TestCore::new(slots);
@@ -300,8 +300,8 @@ proptest! {
         }
     }
 
-    /// P10: after as many intervals as there are groups, the same groups are active as at the
-    /// start.
+    /// Behavior P10: after as many intervals as there are groups, the same groups are active as at
+    /// the start.
     #[test]
     fn p10_full_rotation_restores_active_groups(slots in 1usize..6, more in 1usize..8, start in 0usize..20) {
         let n = slots + more;
@@ -318,8 +318,8 @@ proptest! {
     }
 }
 
-/// The estimate of an event whose rate increases continuously follows the rate, although the mean
-/// rate in the event's time slices differs from the overall mean.
+/// The estimate of an event with a continuously increasing rate is close to the true count,
+/// although the mean rate in the event's time slices differs from the overall mean.
 #[test]
 fn estimate_follows_rate_and_reports_exactness() {
     let m = TestCore::new(1);

@@ -1,4 +1,4 @@
-//! Events that lose their slot while counting: detection, times and recovery.
+//! Tests of events that lose their slot while they count: detection, times and recovery.
 
 use std::sync::Arc;
 
@@ -8,7 +8,7 @@ use perf_core::time::ManualClock;
 use perf_core::*;
 
 const VCPU: VcpuId = VcpuId(0);
-/// A time longer than the minimum interval between slot checks by ticks, in nanoseconds.
+/// A time in nanoseconds after which a tick checks for lost slots again.
 const WHILE_NS: u64 = 50_000_000;
 
 struct SlotLossFixture {
@@ -58,14 +58,15 @@ impl SlotLossFixture {
             .unwrap()
     }
 
-    /// Runs the vCPU for `ns`. Every active event counts nanoseconds.
+    /// Runs the vCPU for `ns` nanoseconds. Every active event counts these nanoseconds.
     fn run(&self, ns: u64) {
         self.clock.advance(ns);
         self.pmu.advance(VCPU, |_| ns);
     }
 }
 
-/// If a pinned event is not read, a tick detects that the event has lost its slot.
+/// A tick detects that a pinned event has lost its slot, even if the event is not read. The event
+/// then enters the error state.
 #[test]
 fn pinned_event_enters_error_state_when_its_slot_is_taken_and_recovers_when_enabled() {
     let rig = SlotLossFixture::slots(2);
@@ -99,7 +100,7 @@ fn pinned_event_enters_error_state_when_its_slot_is_taken_and_recovers_when_enab
     assert_eq!(lost.count().unwrap(), 1010);
 }
 
-/// The running time ends when the slot was taken, not when this was detected.
+/// The time running ends when the slot was taken away, not when the loss was detected.
 #[test]
 fn running_time_ends_when_slot_is_lost() {
     let late_ns = 300;
@@ -154,8 +155,8 @@ fn flexible_event_waits_for_its_slot_to_come_back() {
     assert_eq!(reading.time_running_ns, 2000 + WHILE_NS);
 }
 
-/// A check for a lost slot takes a system call for each event, so ticks in quick succession skip
-/// it. A read also detects the loss.
+/// Reads and periodic ticks detect a lost slot. Ticks in quick succession skip the check, because
+/// it takes a system call for each event.
 #[test]
 fn lost_slot_is_detected_by_reads_and_periodic_ticks() {
     let rig = SlotLossFixture::slots(1);

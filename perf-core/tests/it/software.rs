@@ -1,4 +1,4 @@
-//! Events that the VMM raises.
+//! Tests of software events that the VMM raises.
 
 use perf_core::*;
 
@@ -16,7 +16,7 @@ fn every(period: u64) -> Attr {
     }
 }
 
-/// Registers that raise a `Halts` event at `level` when they are read.
+/// Simulated vCPU registers that raise a `Halts` event at level `level` when they are read.
 struct NestedRaise<'a> {
     v: &'a VcpuContext,
     level: SoftwareEventLevel,
@@ -61,8 +61,8 @@ fn only_matching_events_count() {
     assert_eq!(counts, [5, 2, 5, 0, 0]);
 }
 
-/// If an event is raised while its thread handles an earlier one, it is dropped, and the call
-/// reports this. If no open event counts it, nothing is dropped and the call reports success.
+/// An event that is raised while its thread handles another one is dropped, and the call returns
+/// `false`. If no open event counts the raised event, the call returns `true`.
 #[test]
 fn event_without_counter_is_not_dropped() {
     let m = TestCore::new(1);
@@ -101,8 +101,8 @@ fn refresh_limits_raised_event_with_cookie() {
     }
 }
 
-/// The largest burst of raised events on a guest's counter is counted in full and overflows. It
-/// takes no longer than a small burst, because a guest's counter has no samples to separate.
+/// The largest burst of raised events on a guest's counter is counted in full and overflows. This
+/// takes no longer than a small burst, because a guest's counter has no samples.
 #[test]
 fn largest_burst_of_guest_counter_overflows_once() {
     let m = TestCore::new(1);
@@ -120,7 +120,8 @@ fn largest_burst_of_guest_counter_overflows_once() {
     assert_eq!(e.read().unwrap().value, u64::MAX);
 }
 
-/// Closing raised events in any order leaves the others counting.
+/// After some events that count raised events are closed, in any order, the remaining ones continue
+/// to count.
 #[test]
 fn closed_raised_events_leave_the_others_counting() {
     let m = TestCore::new(1);
@@ -167,7 +168,8 @@ fn unknown_event_is_refused() {
 }
 
 /// If the handling of a raised event raises another event, that event is dropped if it has the same
-/// level and delivered if it has a different one. All levels are free again afterwards.
+/// level and delivered if it has a different one. Afterwards events of all levels can be raised
+/// again.
 #[test]
 fn p24_an_event_inside_its_own_level_is_dropped_and_others_nest() {
     use SoftwareEventLevel::{Deferred, Nmi, Signal, Thread};
@@ -203,8 +205,8 @@ fn sink_may_raise_events_itself() {
     assert_eq!(pmis.read().unwrap().value, 1);
 }
 
-/// A tick adjusts 64 of the events with frequencies, and the next tick adjusts the following ones,
-/// so that no event keeps its initial period, regardless of the number of events.
+/// A tick adjusts the periods of at most 64 frequency-based events, and the next tick continues
+/// with the following events. All periods are adjusted eventually.
 #[test]
 fn many_frequencies_are_adjusted() {
     const EVENTS: u64 = 100;

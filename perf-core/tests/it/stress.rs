@@ -1,5 +1,5 @@
-//! All operations run concurrently on many threads, without a deadlock, an out-of-order driver call
-//! or a lost count.
+//! Tests that run all operations concurrently on many threads, without a deadlock, an out-of-order
+//! driver call or a lost count.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 

@@ -1,5 +1,5 @@
-//! The ring between processes. This test binary starts itself as the reader or attacker in another
-//! process.
+//! Tests of rings that two processes share. The test program starts itself as the reader or the
+//! attacker in another process.
 #![expect(unsafe_code, reason = "calls of the system")]
 
 use std::io::{BufRead, BufReader};
@@ -13,12 +13,12 @@ use perf_core::ring::{PAGE_SIZE, PollState, Ring, RingMode, RingReadError, RingR
 
 use crate::common::ring::{CheckedRecord, DATA_HEAD, DATA_TAIL, check, drain, foreign, next, poke, write};
 
-/// Fixed file descriptors of the child.
+/// First of the fixed file descriptors on which the child process receives the ring.
 const MEMFD: i32 = 100;
 const WAKEUP: i32 = 101;
 const ROLE: &str = "PERF_RING_TEST_ROLE";
 
-/// Starts this binary again in the given role, with the ring's file descriptors.
+/// Starts this test program again in the given role, and passes the ring's file descriptors.
 fn start(role: &str, ring: &Ring) -> Child {
     let (memfd, wakeup) = (ring.memfd().as_raw_fd(), ring.wakeup_fd().as_raw_fd());
     let mut command = Command::new(std::env::current_exe().expect("this test"));
@@ -44,7 +44,7 @@ fn start(role: &str, ring: &Ring) -> Child {
     command.spawn().expect("this binary runs")
 }
 
-/// Waits for a line that contains `what` and returns the rest of it.
+/// Waits for a line of output that contains `what`, and returns the rest of the line.
 fn expect(child: &mut Child, what: &str) -> String {
     let mut out = BufReader::new(child.stdout.as_mut().expect("piped"));
     let mut line = String::new();
@@ -58,7 +58,7 @@ fn expect(child: &mut Child, what: &str) -> String {
     panic!("the other process ended without saying {what}");
 }
 
-/// Entry point of the other process, which the tests below start. This is not a test itself.
+/// Entry point of the other process, which the tests below start. Not a test itself.
 #[test]
 #[ignore = "started by the other tests of this file"]
 fn other_process() {

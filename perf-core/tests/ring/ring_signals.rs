@@ -1,5 +1,5 @@
-//! Nested writers: a signal handler writes to the ring that its thread is writing to, and is
-//! interrupted by another handler that does the same.
+//! Tests of nested writers: a signal handler writes to a ring while its thread is writing to the
+//! same ring, and another signal handler interrupts the first one and writes too.
 #![expect(unsafe_code, reason = "calls of the system")]
 
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
@@ -11,8 +11,8 @@ use crate::common::ring::{CheckedRecord, TAGGED, check, drain, write};
 
 static RING: OnceLock<Arc<Ring>> = OnceLock::new();
 static ATTEMPTS: AtomicU64 = AtomicU64::new(0);
-/// Next record number for each nesting level. Level 0 is the thread itself, and the higher levels
-/// are the signal handlers.
+/// Next record number for each nesting level. Level 0 is the thread itself, and levels 1 and 2 are
+/// the signal handlers.
 static NUMBERS: [AtomicU64; 3] = [const { AtomicU64::new(1) }; 3];
 
 fn attempt(ring: &Ring, level: usize, in_between: impl FnOnce()) {
@@ -49,7 +49,7 @@ fn attempt_together(ring: &Ring) {
     }
 }
 
-/// Runs the signal's handler in this thread before it returns.
+/// Sends a signal to this thread, whose handler runs before this function returns.
 fn raise(signal: libc::c_int) {
     // SAFETY: raising a signal is allowed anywhere, including in a handler.
     assert_eq!(unsafe { libc::raise(signal) }, 0);

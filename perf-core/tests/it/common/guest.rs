@@ -17,7 +17,7 @@ pub struct RealModeVm {
 }
 
 impl RealModeVm {
-    /// Creates the VM. Returns `None` if KVM is not usable.
+    /// Creates the VM. Returns `None` if KVM cannot be used.
     pub fn new(vcpus: u64, code: &[u8]) -> Option<Self> {
         assert!(code.len() <= PAGE);
         let vm = Kvm::new().ok()?.create_vm().unwrap();

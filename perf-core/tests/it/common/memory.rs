@@ -3,7 +3,7 @@
 
 const PAGE: usize = 4096;
 
-/// A mapping of untouched small pages, unmapped on drop.
+/// A mapping of small pages that have not been touched. Unmapped on drop.
 pub struct FreshPages {
     start: *mut u8,
     pages: usize,

@@ -1,4 +1,4 @@
-//! Helpers of the integration tests. The other test programs include this file by its path.
+//! Helpers of the integration tests. Other test programs include files of this module by path.
 
 #[cfg(feature = "host")]
 pub mod guest;

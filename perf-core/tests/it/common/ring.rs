@@ -1,5 +1,5 @@
-//! Helpers of the ring tests: records that identify their writers, and access to the shared page as
-//! from another process.
+//! Helpers of the ring tests: records that identify their writers, and access to the shared memory
+//! as another process has it.
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;
@@ -13,19 +13,19 @@ use vmm_sys_util::epoll::{ControlOperation, Epoll, EpollEvent, EventSet};
 
 /// Byte offset of `data_head` in the control page.
 pub const DATA_HEAD: u64 = 1024;
-/// Byte offset of `data_tail`.
+/// Byte offset of `data_tail` in the control page.
 pub const DATA_TAIL: u64 = 1032;
-/// An unassigned record type.
+/// Type of the tagged test records, which the kernel does not use.
 pub const TAGGED: u32 = 77;
 
-/// Writes a record of `size` bytes (at least 24) that contains its writer, its number, and a
-/// pattern derived from both.
+/// Writes a tagged record of `size` bytes (at least 24): the writer, the number of the record, and
+/// a pattern derived from these two.
 pub fn write(ring: &Ring, size: usize, writer: u64, number: u64) -> Result<(), RingError> {
     fill(ring.begin(size, true)?, writer, number);
     Ok(())
 }
 
-/// Fills and ends a record as [`write`] does.
+/// Fills a reserved record with the contents that [`write`] writes, and ends the record.
 pub fn fill(mut record: RecordReservation<'_>, writer: u64, number: u64) {
     let words = record.left() as u64 / 8;
     for word in [u64::from(TAGGED), writer, number] {
@@ -38,7 +38,7 @@ fn pattern(writer: u64, number: u64, n: u64) -> u64 {
     (writer << 48 ^ number << 16 ^ n).wrapping_mul(0x9e37_79b9_7f4a_7c15)
 }
 
-/// A record like that of [`write`] as a value, to be written together with other records.
+/// A record with the contents that [`write`] writes, for tests that write several records together.
 #[derive(Clone, Copy, Debug)]
 pub struct NumberedRecord {
     words: usize,
@@ -79,7 +79,7 @@ impl EncodeRecord for NumberedRecord {
     }
 }
 
-/// The content of a record.
+/// The content of a record that was read and checked.
 #[derive(Debug, PartialEq, Eq)]
 pub enum CheckedRecord {
     /// Writer and number of a tagged record.
@@ -88,7 +88,7 @@ pub enum CheckedRecord {
     Lost(u64),
 }
 
-/// Checks every byte of a record.
+/// Checks every byte of a record and returns the record's content.
 pub fn check(raw: RawRecord<'_>) -> CheckedRecord {
     if let Ok(DecodedRecord::Lost(lost)) = DecodedRecord::decode(raw, RecordFormat::default()) {
         return CheckedRecord::Lost(lost.lost);
@@ -108,7 +108,7 @@ pub fn check(raw: RawRecord<'_>) -> CheckedRecord {
     CheckedRecord::Tagged(writer, number)
 }
 
-/// Creates a ring with a reader.
+/// Creates a ring and a reader of this ring.
 pub fn ring_and_reader(pages: usize, mode: RingMode) -> (Arc<Ring>, RingReader) {
     let ring = Arc::new(Ring::new(pages, mode).expect("a ring"));
     let reader = RingReader::of(Arc::clone(&ring));
@@ -146,7 +146,8 @@ pub fn peek(file: &File, offset: u64) -> u64 {
     u64::from_ne_bytes(word)
 }
 
-/// Waits for the ring's notification. Returns `false` after one minute without a notification.
+/// Waits until the ring notifies its reader. Returns `false` after one minute without a
+/// notification.
 pub fn wait(ring: &Ring) -> bool {
     let epoll = Epoll::new().expect("descriptors are left");
     let fd = ring.wakeup_fd().as_raw_fd();

@@ -1,4 +1,4 @@
-//! A deterministic driver, and a core with a manual clock that uses it.
+//! A deterministic test driver, and a core with this driver and a manual clock.
 
 use std::sync::{Arc, Mutex, MutexGuard};
 
@@ -8,7 +8,7 @@ use perf_core::ring::{Ring, RingReader};
 use perf_core::time::{Clock, ManualClock};
 use perf_core::*;
 
-/// One event of the driver.
+/// One event of the test driver.
 #[derive(Debug, Default)]
 pub struct Counter {
     /// `vcpu`: vCPU for which the event was opened, or `u32::MAX` for the VM. `tid`: thread of that
@@ -16,7 +16,7 @@ pub struct Counter {
     pub vcpu: u32,
     tid: i32,
     pub config: u64,
-    /// Number of counts per unit of work.
+    /// Number of counts that the event adds per unit of work.
     rate: u64,
     state: Mutex<CounterState>,
 }
@@ -41,14 +41,14 @@ impl Counter {
     }
 }
 
-/// A deliberate fault of the driver, which the oracle must detect.
+/// A deliberate fault of the test driver, which the oracle must detect.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum DriverFault {
     #[default]
     None,
-    /// A stop loses one count.
+    /// Each stop of an event loses one count.
     LosesCount,
-    /// Overflows are not reported.
+    /// The driver does not report overflows.
     DropsOverflows,
 }
 
@@ -57,9 +57,9 @@ pub struct DriverState {
     counters: Mutex<Vec<Arc<Counter>>>,
     /// Total of the package count.
     pub package: Mutex<u64>,
-    /// Age of the package count, in nanoseconds.
+    /// Age of the package count that the driver reports, in nanoseconds.
     pub package_age_ns: Mutex<u64>,
-    /// Set to make every start fail.
+    /// Makes every start of an event fail.
     pub refuse: Mutex<bool>,
     fault: DriverFault,
 }
@@ -76,12 +76,13 @@ impl DriverState {
         self.counters.lock().unwrap().clone()
     }
 
-    /// Runs the vCPU for `n` units of work. Every active event counts `n` times its rate.
+    /// Performs `n` units of work on the vCPU. Every active event of the vCPU counts `n` times its
+    /// rate.
     pub fn work(&self, vcpu: u32, n: u64) {
         self.work_where(n, |c| c.vcpu == vcpu);
     }
 
-    /// Runs thread `tid` for `n` units of work.
+    /// Performs `n` units of work on host thread `tid`.
     pub fn work_on_thread(&self, tid: i32, n: u64) {
         self.work_where(n, |c| c.tid == tid);
     }
@@ -99,15 +100,15 @@ impl DriverState {
         }
     }
 
-    /// Returns a counter for `config` on `vcpu` that no earlier call has returned, which is the one
-    /// that was just opened.
+    /// Returns the driver event that was just opened for `config` on `vcpu`: the one that no
+    /// earlier call has returned.
     pub fn claim(&self, vcpu: u32, config: u64) -> Option<Arc<Counter>> {
         let mut counters = self.counters().into_iter();
         counters
             .find(|c| (c.vcpu, c.config) == (vcpu, config) && !std::mem::replace(&mut c.lock().claimed, true))
     }
 
-    /// Returns the number of starts of all existing events.
+    /// Returns the total number of starts of all driver events that exist.
     pub fn starts(&self) -> u64 {
         self.counters().iter().map(|c| c.lock().starts).sum()
     }
@@ -118,20 +119,20 @@ impl DriverState {
     }
 }
 
-/// A driver with `slots` counters per vCPU, or without slots if `slots` is 0. It rejects `config` 0
-/// and serves [`PACKAGE`] as a package count. All other events count a single vCPU.
+/// A driver with `slots` counters per vCPU, or without slots if `slots` is 0. The driver rejects
+/// `config` 0, and its event [`PACKAGE`] is a package count. All other events count a single vCPU.
 #[derive(Debug)]
 pub struct TestPmu {
     pub world: Arc<DriverState>,
     pub slots: usize,
-    /// Function from an event's `config` to its number of counts per unit of work.
+    /// Function that returns the number of counts per unit of work for an event's `config`.
     pub rate: fn(u64) -> u64,
 }
 
 pub const PACKAGE: u64 = 1000;
-/// vCPU 0 as a target.
+/// vCPU 0 as the target of an event.
 pub const V0: OpenTarget = OpenTarget::Vcpu(VcpuId(0));
-/// Type of the events of the software driver.
+/// Event type that the software driver of the tests serves.
 pub const SOFT: EventType = EventType(0x1ff);
 
 #[derive(Debug)]
@@ -223,7 +224,7 @@ impl Drop for TestEvent {
     }
 }
 
-/// A core with a manual clock, a hardware driver and a software driver.
+/// A core with a manual clock, a hardware driver and a software driver, for tests.
 pub struct TestCore {
     pub core: PerfCore,
     pub clock: Arc<ManualClock>,
@@ -273,7 +274,7 @@ impl TestCore {
         vcpu
     }
 
-    /// Opens an event of `session` without flags.
+    /// Opens an event for `session` without flags.
     pub fn try_open(
         &self,
         session: &Session,
@@ -313,7 +314,8 @@ impl TestCore {
         self.core.open(&self.admin, attr, V0, Some(to), flags)
     }
 
-    /// Runs vCPU `vcpu` for `n` steps of 1 ns and one unit of work each.
+    /// Runs vCPU `vcpu` for `n` steps. In each step, the clock advances by 1 ns and the vCPU
+    /// performs one unit of work.
     pub fn run(&self, vcpu: u32, n: u64) {
         self.clock.advance(n);
         self.hw.work(vcpu, n);
@@ -329,22 +331,22 @@ pub fn soft() -> Attr {
     Attr::counting(SOFT, 1)
 }
 
-/// An event that samples work.
+/// Returns the attributes of an event that samples every `period` counts of the test driver.
 pub fn sim(period: u64) -> Attr {
     Attr::sampling(EventType::SIM, 1, period)
 }
 
-/// An event that counts `id`, which the VMM raises.
+/// Returns the attributes of an event that counts the raised software event `id`.
 pub fn vmm(id: SoftwareEventId) -> Attr {
     Attr::counting(EventType::VMM, id as u64)
 }
 
-/// Raises `n` exits.
+/// Raises `n` VM exits on vCPU `v`.
 pub fn raise(v: &VcpuContext, n: u64) {
     v.software_event(SoftwareEventId::Exits, n, Some(&mut UnavailableRegs), &mut |_| {});
 }
 
-/// Services the overflows of `v` and returns the reports.
+/// Services the overflows of vCPU `v` and returns the overflow reports.
 pub fn serve(v: &VcpuContext) -> Vec<OverflowReport> {
     let mut seen = Vec::new();
     v.service_overflows(&mut UnavailableRegs, &mut |o| seen.push(o));
@@ -365,7 +367,7 @@ pub fn for_each_record(reader: &mut RingReader, attr: &Attr, mut each: impl FnMu
     }
 }
 
-/// Calls `each` for the unread samples of `ring` and returns its results.
+/// Calls `map` for each unread sample in `ring` and returns the results.
 pub fn map_samples<T>(ring: &Ring, attr: &Attr, mut each: impl FnMut(Sample<'_>) -> T) -> Vec<T> {
     let mut out = Vec::new();
     for_each_record(&mut RingReader::map(ring.memfd()).unwrap(), attr, |record| {

@@ -1,5 +1,5 @@
-//! The calling thread as a vCPU: its CPU time, work of a known size, and a per-thread count of
-//! signals.
+//! Helpers for tests in which the calling thread is a vCPU: CPU time, work of a known duration, and
+//! a count of signals per thread.
 #![expect(unsafe_code, reason = "calls of the system")]
 
 use std::cell::Cell;
@@ -21,8 +21,8 @@ extern "C" fn on_signal(_: libc::c_int) {
     }
 }
 
-/// Makes each signal of this thread set `flag` to 1 from now on. With the `immediate_exit` flag of
-/// a vCPU, no signal is lost just before `KVM_RUN`.
+/// Makes each signal of this thread set the byte `flag` to 1 from now on. If this is the
+/// `immediate_exit` flag of a vCPU, a signal just before `KVM_RUN` is not lost.
 ///
 /// # Safety
 /// The byte must stay writable while this thread receives signals, or until the next call.
@@ -30,8 +30,8 @@ pub unsafe fn raise_on_signals(flag: *mut u8) {
     FLAG.with(|f| f.set(flag));
 }
 
-/// Installs a handler that counts `signal` per thread. System calls that the signal interrupts are
-/// not restarted.
+/// Installs a handler that counts the signals `signal` of each thread. System calls that the signal
+/// interrupts are not restarted.
 pub fn catch(signal: i32) -> i32 {
     perf_core::pmu::host::ignore_sigio().unwrap();
     // SAFETY: a zeroed sigaction is valid; the handler only accesses a constant-initialized thread
@@ -44,13 +44,13 @@ pub fn catch(signal: i32) -> i32 {
     signal
 }
 
-/// Installs the counting handler for the signal that most tests use. This is a standard signal,
-/// whose delivery does not depend on other activity on the machine.
+/// Installs the counting handler for the signal that most tests use. The signal is a standard one,
+/// because the queue of real-time signals may be full.
 pub fn catch_signals() -> i32 {
     catch(libc::SIGUSR2)
 }
 
-/// Returns the number of overflow signals that this thread has received.
+/// Returns the number of signals that the counting handler has received on this thread.
 pub fn signals_of_this_thread() -> u64 {
     SIGNALS.with(Cell::get)
 }
@@ -65,7 +65,7 @@ pub fn thread_cpu_ns() -> u64 {
     }
 }
 
-/// Uses `ns` of this thread's CPU time.
+/// Uses `ns` nanoseconds of this thread's CPU time.
 pub fn burn(ns: u64) {
     let end = thread_cpu_ns() + ns;
     while thread_cpu_ns() < end {
@@ -81,7 +81,7 @@ pub fn this_tid() -> i32 {
     unsafe { libc::syscall(libc::SYS_gettid) as i32 }
 }
 
-/// Returns the attributes of a counting event of the clock driver.
+/// Returns the attributes of a counting event of the `clock` driver.
 pub fn clock_attr(config: u64) -> Attr {
     Attr {
         ty: EventType::CLOCK,

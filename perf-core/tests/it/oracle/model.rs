@@ -1,5 +1,5 @@
-//! The oracle's model: a flat list of parts and simple loops over this list. A part is one event in
-//! one context.
+//! The model with which the oracle compares the core: a flat list of parts and simple loops over
+//! this list. A part is one event in one context.
 //!
 //! The model predicts everything except which flexible groups of hardware events hold the slots.
 //! That assignment is observed and checked against the rules that users rely on (`judging.rs`).
@@ -15,9 +15,9 @@ use crate::common::test_core::Counter;
 pub use counting::RingRecord;
 use judging::SlotUsage;
 
-/// Index of the VM context.
+/// Index of the VM context in the model's list of contexts.
 pub const VM: usize = 0;
-/// ID of the raised event that counts how often vCPUs are scheduled out.
+/// ID of the software event that is raised whenever a vCPU is scheduled out.
 pub const CONTEXT_SWITCHES: u64 = 7;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Default)]
@@ -31,20 +31,20 @@ pub enum EventState {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum OracleKind {
-    /// A driver event that needs a slot.
+    /// A driver event that needs a slot (a hardware event).
     Hw,
-    /// A driver event that needs no slot.
+    /// A driver event that needs no slot (a software event).
     Soft,
-    /// An event that the VMM raises.
+    /// An event that counts the software event with this ID, which the VMM raises.
     Raised(u64),
 }
 
-/// Parameters with which an event of the model was opened.
+/// The parameters with which an event of the model was opened.
 #[derive(Clone, Debug)]
 pub struct OracleSpec {
     pub kind: OracleKind,
     pub rate: u64,
-    /// Target vCPU, or `None` for the VM.
+    /// Target vCPU of the event, or `None` for the VM.
     pub vcpu: Option<u32>,
     pub guest: bool,
     pub pinned: bool,
@@ -75,21 +75,21 @@ impl Totals {
 
 pub struct Event {
     pub spec: OracleSpec,
-    /// Name of the event that leads this event's group, which may be the event itself.
+    /// Name of the leader of this event's group, which may be the event itself.
     pub leader: u64,
-    /// Set for a VM-wide event with one part per vCPU.
+    /// Set for a VM-wide event with one part in each vCPU context.
     pub family: bool,
-    /// For a family, `true` if the parts on later vCPUs start enabled.
+    /// For a family, set if the parts on vCPUs that are added later start enabled.
     pub enabled: bool,
-    /// Current period, which parts on later vCPUs adopt.
+    /// Current period, with which parts on vCPUs that are added later start.
     period: u64,
-    /// Sum of the totals of parts on removed vCPUs.
+    /// Sum of the totals of this event's parts on removed vCPUs.
     pub gone: Totals,
     pub gone_by: BTreeMap<u32, Totals>,
     pub records: Vec<RingRecord>,
 }
 
-/// Overflows of a part that were not handled yet.
+/// Overflows of a part that have not been serviced yet.
 #[derive(Clone, Copy, Debug, Default)]
 struct PendingOverflows {
     times: u64,
@@ -107,20 +107,20 @@ pub struct OracleEventInContext {
     pub counter: Option<Arc<Counter>>,
     on_exec: bool,
     // The following fields are used only for the part of a group leader.
-    /// Time at which the group was queued.
+    /// Position of the group in its queue: the time at which it was queued.
     line: u64,
     on_since: u64,
-    /// Set if the driver without slots rejected the group.
+    /// Set if the software driver rejected the group.
     refused: bool,
-    /// Set if the group, while queued, did not fit together with the pinned groups. Its position in
-    /// the queue is then unknown.
+    /// Set if the group once did not fit together with the pinned groups while it was queued. Its
+    /// position in the queue is then unknown.
     excused: bool,
     // The following fields are used for sampling. Positions are numbers of counts since the event
     // was opened, and resets do not change them.
     position: u64,
     period: u64,
     to_go: u64,
-    /// Position up to which samples account for the count.
+    /// Position up to which all counts are included in the periods of samples.
     covered: u64,
     fresh: PendingOverflows,
     kept: PendingOverflows,
@@ -144,8 +144,9 @@ pub struct OracleContext {
     ticks: u64,
     turned_ns: u64,
     clone_of: Option<u64>,
-    /// Set if a pinned group has taken the slots of a flexible group. A scheduling pass ends at the
-    /// first group that does not fit, so some slots stay unused until the next interval.
+    /// Set if a pinned group has taken the slots of a flexible group. Some slots may then stay
+    /// unused until the next interval, because a scheduling pass ends at the first group that does
+    /// not fit.
     stalled: bool,
 }
 
@@ -155,7 +156,7 @@ pub struct OracleSetup {
     /// Number of slots reserved for VM-wide events.
     pub reserved: usize,
     pub tick_ns: u64,
-    /// Maximum number of interrupts of one event per tick without throttling.
+    /// Maximum number of interrupts per tick before an event is throttled.
     pub per_tick: u64,
     /// Set if one host thread runs all vCPUs.
     pub one_thread: bool,
@@ -174,9 +175,9 @@ pub struct Model {
     pub events: BTreeMap<u64, Event>,
     pub parts: Vec<OracleEventInContext>,
     stamp: u64,
-    /// Number of additions to the set of VM-wide families.
+    /// Number of times that a VM-wide family was added.
     generation: u64,
-    /// Contexts in which the current step ended an interval.
+    /// Contexts in which the current step of the history ended a multiplexing interval.
     turned: Vec<usize>,
 }
 
@@ -212,7 +213,7 @@ impl Model {
         &self.events[&self.parts[p].event].spec
     }
 
-    /// Returns the parts of `event`.
+    /// Returns the indices of the parts of `event`.
     pub fn parts_of(&self, event: u64) -> Vec<usize> {
         (0..self.parts.len())
             .filter(|p| self.parts[*p].event == event)
@@ -244,7 +245,7 @@ impl Model {
         self.events[&self.parts[p].event].leader == self.parts[p].event
     }
 
-    /// Returns `true` if the group has hardware events.
+    /// Returns `true` if the group contains hardware events.
     fn is_hw(&self, leader: usize) -> bool {
         let hw = |p: &usize| self.spec(*p).kind == OracleKind::Hw;
         self.group(leader).iter().any(hw)
@@ -256,8 +257,8 @@ impl Model {
         self.group(leader).iter().filter(wants).count()
     }
 
-    /// Returns the precedence: pinned events of the guest, of the VM and of a vCPU, then flexible
-    /// events of the VM and of a vCPU.
+    /// Returns the scheduling class of a group, in order of precedence: pinned events of the guest,
+    /// of the VM and of a vCPU, then flexible events of the VM and of a vCPU.
     fn class(&self, leader: usize) -> u8 {
         let spec = self.spec(leader);
         match (spec.pinned, spec.guest, spec.vcpu) {
@@ -317,7 +318,7 @@ impl Model {
         self.contexts[self.parts[leader].ctx].errors += 1;
     }
 
-    /// Starts a group without hardware events if it may run.
+    /// Starts a group without hardware events, if the group may run.
     fn go_soft(&mut self, leader: usize) {
         if !self.contexts[self.parts[leader].ctx].inside || self.parts[leader].state < EventState::Waiting {
             return;
@@ -343,8 +344,8 @@ impl Model {
         }
     }
 
-    /// Schedules the groups of `ctx` whose states are fully determined: pinned groups receive slots
-    /// or fail.
+    /// Schedules the groups of context `ctx` whose states the model can predict: pinned groups
+    /// receive slots or fail.
     fn pass(&mut self, ctx: usize) {
         if !self.contexts[ctx].inside {
             return;
@@ -402,7 +403,7 @@ impl Model {
 
     // Opening and closing of events.
 
-    /// Returns `true` if the core should accept the event.
+    /// Returns `true` if the core should be able to open the event.
     pub fn opens(&self, spec: &OracleSpec, leader: Option<u64>) -> bool {
         if spec.vcpu.is_some_and(|n| !self.at.contains_key(&n)) {
             return false;
@@ -550,7 +551,7 @@ impl Model {
         }
     }
 
-    /// Removes a part from its group. Removing a leader stops the group.
+    /// Removes a part from its group. The removal of a leader stops the group.
     fn part_leaves(&mut self, p: usize) {
         let leader = self.leader(p);
         if leader == p {
@@ -665,8 +666,8 @@ impl Model {
         reports
     }
 
-    /// Switches from vCPU `from` to vCPU `to`. Returns `true` if their contexts are exchanged
-    /// rather than events stopped and started.
+    /// Switches from vCPU `from` to vCPU `to`. Returns `true` if the contexts are swapped, so that
+    /// no event is stopped or started.
     pub fn switch(&mut self, from: u32, to: u32) -> bool {
         let _ = self.raise(from, CONTEXT_SWITCHES, 1, false);
         let (a, b) = (self.at[&from], self.at[&to]);
@@ -745,7 +746,7 @@ impl Model {
         }
     }
 
-    /// Enables or disables all parts of an event, and updates a family's own state.
+    /// Enables or disables all parts of an event, and updates the state of a family.
     pub fn set_enabled(&mut self, name: u64, on: bool) {
         self.events.get_mut(&name).expect("it is open").enabled = on;
         for p in self.parts_of(name) {

@@ -1,4 +1,5 @@
-//! Time and counts of the model: elapsed time, raised events, overflows and their samples.
+//! The part of the model that predicts times and counts: elapsed time, raised events, overflows and
+//! their samples.
 
 use super::{EventState, Model, OracleEventInContext, OracleKind, OverflowCounts, PendingOverflows, VM};
 
@@ -10,7 +11,7 @@ pub enum RingRecord {
     },
     Throttle,
     Unthrottle,
-    /// One lost sample, for an overflow that was not handled before its vCPU was removed.
+    /// One lost sample, for an overflow that was not serviced before its vCPU was removed.
     Lost,
     /// Last value and times of a child whose vCPU was removed.
     Read {
@@ -21,7 +22,7 @@ pub enum RingRecord {
 }
 
 impl Model {
-    /// Lets `ns` pass, during which thread `tid` performs `ns` units of work.
+    /// Lets `ns` nanoseconds pass, in which thread `tid` performs `ns` units of work.
     pub fn run(&mut self, tid: i32, ns: u64) {
         self.now += ns;
         for p in 0..self.parts.len() {
@@ -41,7 +42,7 @@ impl Model {
         }
     }
 
-    /// Raises event `id` `n` times on vCPU `vcpu`.
+    /// Raises software event `id` `n` times on vCPU `vcpu`.
     pub fn raise(&mut self, vcpu: u32, id: u64, n: u64, with_regs: bool) -> OverflowCounts {
         let mut reports = OverflowCounts::default();
         let own = self.at[&vcpu];
@@ -101,8 +102,8 @@ impl Model {
         reports
     }
 
-    /// Counts `times` overflows that have no samples against the event's limit. Returns how many
-    /// the limit allows.
+    /// Subtracts `times` overflows, which have no samples, from the overflow limit of part `p`.
+    /// Returns the number of overflows that the limit allows.
     fn count_rest(&mut self, p: usize, times: u64) -> u64 {
         let part = &mut self.parts[p];
         if part.limit == 0 {
@@ -116,7 +117,7 @@ impl Model {
         counted
     }
 
-    /// Handles all overflows of vCPU `n` that were not handled yet. Returns the overflow reports.
+    /// Services all pending overflows of vCPU `n`. Returns the overflow reports.
     pub fn service(&mut self, n: u32) -> OverflowCounts {
         let ctx = self.at[&n];
         let mut reports = OverflowCounts::default();
@@ -149,8 +150,8 @@ impl Model {
         }
     }
 
-    /// Produces one sample of part `p` for `times` overflows, the last of which is at position
-    /// `at`.
+    /// Adds the expected sample of part `p` for `times` overflows, of which the last one is at
+    /// position `at`.
     fn one_overflow(&mut self, p: usize, at: u64, times: u64, may_throttle: bool) -> OverflowOutcome {
         let tick = self.contexts[self.parts[p].ctx].ticks;
         let (now, setup, guest) = (self.now, self.setup, self.spec(p).guest);
@@ -222,7 +223,7 @@ impl OracleEventInContext {
         self.position = end;
     }
 
-    /// Adds the overflows in `fresh` to those in `kept`.
+    /// Adds the overflows in `fresh` to the older overflows in `kept`.
     pub(super) fn keep(&mut self) {
         let fresh = std::mem::take(&mut self.fresh);
         if fresh.times > 0 {

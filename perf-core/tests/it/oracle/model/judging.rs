@@ -1,9 +1,10 @@
-//! Slot assignment: the model adopts the assignment that it observes in the core, and checks it.
+//! The part of the model that checks slot assignments: the model adopts the assignment that it
+//! observes in the core, and checks it against the scheduling rules.
 
 use super::{EventState, Model};
 
 impl Model {
-    /// Ends an interval in all contexts.
+    /// Ends the multiplexing interval in all contexts.
     pub fn rotate(&mut self) {
         for ctx in 1..self.contexts.len() {
             if self.contexts[ctx].inside && self.contexts[ctx].turned_ns < self.now {
@@ -13,8 +14,8 @@ impl Model {
         }
     }
 
-    /// Adopts the observed set of running flexible hardware groups. Returns an error that names any
-    /// impossible assignment.
+    /// Adopts the set of active flexible hardware groups that the core reports. Returns an error if
+    /// this set is impossible.
     pub fn observe(&mut self, is_on: &dyn Fn(&Self, usize) -> bool) -> Result<(), String> {
         for ctx in 1..self.contexts.len() {
             let had: Vec<(usize, u64)> = self
@@ -81,7 +82,7 @@ impl Model {
         Ok(())
     }
 
-    /// Returns the flexible groups that would not fit even if only the pinned groups were active.
+    /// Returns the flexible groups that do not fit together with the pinned groups alone.
     fn hopeless(&self, ctx: usize) -> Vec<usize> {
         let mut always = SlotUsage::default();
         for leader in self.lines(ctx, 0..3) {
@@ -95,8 +96,9 @@ impl Model {
         flexible
     }
 
-    /// Checks the scheduling rules: running groups fit, no group waits that could run, no group is
-    /// overtaken, and the group that ran longest is stopped at the end of an interval.
+    /// Checks the scheduling rules: the active groups fit together, no group waits that could be
+    /// active, no group is overtaken, and the end of an interval stops the group that was active
+    /// longest.
     fn judge(&self, ctx: usize, had: &[(usize, u64)], came: &[(usize, (u64, bool))]) -> Result<(), String> {
         let name = |l: usize| self.parts[l].event;
         let hopeless = self.hopeless(ctx);
@@ -166,7 +168,7 @@ impl Model {
     }
 }
 
-/// Slots that the groups considered so far use.
+/// The slots that are used by the groups considered so far.
 #[derive(Clone, Default)]
 pub(super) struct SlotUsage {
     used: usize,
