@@ -124,7 +124,7 @@ fn turn_takes_one_disable_one_read_and_one_enable() {
     }
 }
 
-/// Scheduling the vCPU out and in takes one system call each for its whole context.
+/// Scheduling the vCPU out and in takes one system call each, regardless of the number of events.
 #[test]
 fn vcpu_sched_out_and_in_take_one_call_each() {
     let calls = calls(

@@ -187,8 +187,9 @@ fn long_tails_have_bounds_that_hold() {
     }
 }
 
-/// Estimates of the fixed traces with a periodic pattern have either a correct error bar or none.
-/// On one of these traces, the estimates under round robin are wrong by more than half.
+/// At most 16 % of the estimates of each fixed trace have an incorrect error bar. On the trace with
+/// a periodic pattern that round robin misjudges by more than half, no estimate under round robin
+/// has a standard error.
 #[test]
 fn rhythm_hidden_from_rotation_has_no_error_bar() {
     for (trace, c) in fixed_traces() {

@@ -23,8 +23,7 @@ fn header(ring: &File, position: u64, size: u64) {
     poke(ring, PAGE + position % PAGE, u64::from(TAGGED) | size << 48);
 }
 
-/// Reads the next record, which must be corrupt. Returns its position and the description of the
-/// corruption.
+/// Returns the position and the description of the corruption that `error` reports.
 fn corrupt(error: RingReadError) -> (u64, &'static str) {
     match error {
         RingReadError::Corrupt { position, what } => (position, what),

@@ -13,7 +13,7 @@ use perf_core::ring::{PAGE_SIZE, PollState, Ring, RingMode, RingReadError, RingR
 
 use crate::common::ring::{CheckedRecord, DATA_HEAD, DATA_TAIL, check, drain, foreign, next, poke, write};
 
-/// First of the fixed file descriptors on which the child process receives the ring.
+/// Number of the ring's memfd in the child process. [`WAKEUP`] is the number of the ring's eventfd.
 const MEMFD: i32 = 100;
 const WAKEUP: i32 = 101;
 const ROLE: &str = "PERF_RING_TEST_ROLE";
