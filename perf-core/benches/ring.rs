@@ -50,7 +50,7 @@ fn sample(n: u64) -> Sample<'static> {
 /// Measured times in nanoseconds per record, by benchmark name. Each sample of criterion has one
 /// entry.
 static SEEN: Mutex<BTreeMap<String, Vec<f64>>> = Mutex::new(BTreeMap::new());
-/// Number of samples per benchmark, after criterion's warm-up.
+/// Number of criterion samples per benchmark, after the warm-up.
 const SAMPLES: usize = 20;
 
 fn note(name: String, time: Duration, records: u64) {
@@ -89,7 +89,7 @@ fn run_on_processor(nth: usize) -> bool {
     unsafe { libc::sched_setaffinity(0, bytes, &raw const one) == 0 }
 }
 
-/// Returns the CPU time of this thread.
+/// Returns the CPU time that this thread has used.
 fn thread_time() -> Duration {
     let mut now = libc::timespec {
         tv_sec: 0,

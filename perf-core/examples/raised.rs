@@ -8,7 +8,7 @@ use perf_core::record::{DecodedRecord, RecordFormat};
 use perf_core::ring::RingReader;
 use perf_core::*;
 
-/// The registers of a vCPU at an exit.
+/// The registers of a vCPU at a VM exit, for samples.
 struct Exit {
     ip: u64,
     /// Exit reason, which samples contain as raw data.

@@ -8,7 +8,7 @@ use bitflags::bitflags;
 
 use crate::branch::{BranchFilter, BranchSampling};
 
-/// `perf_event_attr.type`: the driver that serves the event.
+/// Type of an event, which selects its driver (`perf_event_attr.type`).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub struct EventType(pub u32);
 
@@ -50,15 +50,15 @@ bitflags! {
         const TID = 1 << 1;
         /// Time of the sample, in nanoseconds.
         const TIME = 1 << 2;
-        /// Data address associated with the event.
+        /// Data address that the event source supplies.
         const ADDR = 1 << 3;
         /// Counts of the event or its group, in the read format of the event.
         const READ = 1 << 4;
-        /// Call chain.
+        /// Call chain at the time of the sample.
         const CALLCHAIN = 1 << 5;
         /// ID of the opened event. For an inherited event, the ID of its parent.
         const ID = 1 << 6;
-        /// CPU number (the vCPU index).
+        /// Number of the vCPU, in the field for the CPU number.
         const CPU = 1 << 7;
         /// Sample period: number of counts since the previous sample.
         const PERIOD = 1 << 8;
@@ -66,7 +66,7 @@ bitflags! {
         const STREAM_ID = 1 << 9;
         /// Raw data supplied by the event source.
         const RAW = 1 << 10;
-        /// Branch stack, as described by [`Attr::branches`].
+        /// Branch stack with the contents that [`Attr::branches`] requests.
         const BRANCH_STACK = 1 << 11;
         /// User-mode registers of [`REGS_USER`]: those at the time of the sample or, if the sample
         /// is in the kernel, those at the last kernel entry.
@@ -98,7 +98,7 @@ bitflags! {
         const TOTAL_TIME_ENABLED = 1;
         /// Time running of the event, in nanoseconds.
         const TOTAL_TIME_RUNNING = 1 << 1;
-        /// ID of the event.
+        /// ID of the opened event.
         const ID = 1 << 2;
         /// Counts of all members of the event's group.
         const GROUP = 1 << 3;
@@ -107,7 +107,7 @@ bitflags! {
     }
 }
 
-/// Condition under which a ring notifies its reader.
+/// Condition under which the reader of a ring is notified.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum WakeupCondition {
     /// Number of samples after which the reader is notified. 0 disables notification by samples.
@@ -149,14 +149,14 @@ pub struct Attr {
     pub branches: BranchSampling,
     /// Fields that a read of the event returns.
     pub read_format: ReadFormat,
-    /// Condition under which the ring notifies its reader.
+    /// Condition under which the reader of the event's ring is notified.
     pub wakeup: WakeupCondition,
     /// `true` if the event is opened in the disabled state.
     pub disabled: bool,
     /// `true` if the event also covers vCPUs that are added later.
     pub inherit: bool,
-    /// `true` if inherited events write a READ record when their vCPU exits, and keep per-vCPU
-    /// values across context swaps.
+    /// `true` if each child of an inherited event writes a READ record when its vCPU is removed,
+    /// and keeps the counts of its vCPU when contexts are swapped.
     pub inherit_stat: bool,
     /// `true` for a pinned event, which is always scheduled and enters the error state if it loses
     /// its slot.
@@ -185,8 +185,8 @@ pub struct Attr {
     pub context_switch: bool,
     /// Enables the event at the next guest reset (`VcpuContext::exec`), but not at later ones.
     pub enable_on_exec: bool,
-    /// Appends TID, TIME, ID, STREAM_ID, CPU and IDENTIFIER to all non-sample records, as far as
-    /// `sample_type` selects these fields.
+    /// Appends a trailer to all records other than samples. The trailer contains those of TID,
+    /// TIME, ID, STREAM_ID, CPU and IDENTIFIER that `sample_type` selects.
     pub sample_id_all: bool,
 }
 
@@ -205,11 +205,11 @@ pub enum AttrError {
     Fault {
         /// Value of the `size` field of the attributes, in bytes.
         size: u32,
-        /// Length of the buffer, in bytes.
+        /// Length of the caller's buffer, in bytes.
         available: usize,
     },
-    /// Request for a precise instruction pointer, which no driver provides (`EOPNOTSUPP`). perf
-    /// then retries with a lower precision.
+    /// Request for a precise instruction pointer with this `precise_ip` value, which no driver
+    /// provides (`EOPNOTSUPP`). perf then retries with a lower value.
     #[error("precise_ip {0} is not supported")]
     Precise(u8),
     /// A reserved field or bit that is set, or a field with an unsupported value (`EINVAL`).
@@ -314,7 +314,8 @@ impl Attr {
         }
     }
 
-    /// Returns `true` for `cpu-clock` and `task-clock` of the host kernel, which count nanoseconds.
+    /// Returns `true` if the event is `cpu-clock` or `task-clock` of the host kernel, which count
+    /// nanoseconds.
     pub(crate) fn is_host_clock(&self) -> bool {
         self.ty == EventType::SOFTWARE && self.config <= 1
     }
@@ -370,13 +371,13 @@ impl Attr {
         Self { freq: true, ..self }
     }
 
-    /// Sets the fields of each sample.
+    /// Sets [`Attr::sample_type`], the fields of each sample.
     #[must_use]
     pub fn with_sample_type(self, sample_type: SampleType) -> Self {
         Self { sample_type, ..self }
     }
 
-    /// Sets the fields that a read returns.
+    /// Sets [`Attr::read_format`], the fields that a read returns.
     #[must_use]
     pub fn with_read_format(self, read_format: ReadFormat) -> Self {
         Self { read_format, ..self }
@@ -636,7 +637,7 @@ mod tests {
         assert_eq!(Attr::from_bytes(&mut bytes).unwrap_err().errno(), libc::EINVAL);
     }
 
-    /// As in Linux, a branch filter selects at least one branch type, and unknown bits are
+    /// As in Linux, a branch filter must select at least one branch type, and unknown bits are
     /// rejected.
     #[test]
     fn branch_filter_round_trips() {
@@ -681,8 +682,8 @@ mod tests {
     }
 
     proptest! {
-        /// Attributes of a later perf version, which are longer than 136 bytes, are accepted.
-        /// Nonzero bytes beyond the known layout are rejected.
+        /// Attributes of a newer perf version, which are longer than 136 bytes, are accepted if all
+        /// bytes beyond the known layout are zero.
         #[test]
         fn p22_unknown_tail_must_be_zero(size in ATTR_SIZE_VER8 + 1..=ATTR_SIZE_MAX, at in any::<prop::sample::Index>(), dirty: bool) {
             let mut bytes = Attr::counting(EventType::VMM, 3).to_bytes().to_vec();

@@ -3,7 +3,7 @@
 
 use bitflags::bitflags;
 
-/// Maximum number of branches in a stack.
+/// Maximum number of branches in a branch stack.
 pub const MAX_BRANCH_DEPTH: u16 = 64;
 
 bitflags! {
@@ -124,14 +124,15 @@ impl BranchEntry {
     }
 }
 
-/// Parameters of the branch stacks of an event.
+/// Parameters of the branch stacks in the samples of an event.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct BranchSampling {
     /// Selects the branches that a stack contains.
     pub filter: BranchFilter,
-    /// Maximum number of branches in a stack, from 1 to [`MAX_BRANCH_DEPTH`].
+    /// Maximum number of branches in a branch stack, from 1 to [`MAX_BRANCH_DEPTH`].
     pub depth: u16,
-    /// Maximum share of the vCPU's run time that may be spent on branch stacks, in thousandths.
+    /// Maximum fraction of the vCPU's run time that may be spent on recording branch stacks, in
+    /// thousandths.
     pub overhead_permille: u16,
 }
 
@@ -169,7 +170,8 @@ impl BranchSampling {
 mod tests {
     use super::*;
 
-    /// Filter bits and branch types have the values of include/uapi/linux/perf_event.h.
+    /// A filter selects branches by type and by privilege level. Filter bits and branch types have
+    /// the values of include/uapi/linux/perf_event.h.
     #[test]
     fn filter_selects_branches_by_kind_and_level() {
         let branch = |kind, from_user, to_user| BranchEntry {

@@ -65,7 +65,7 @@ pub fn linear(count: u64, enabled_ns: u64, running_ns: u64) -> Option<u64> {
 /// An estimate of an event's count, with its uncertainty.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Estimate {
-    /// Estimated count.
+    /// Estimated count over the whole time enabled.
     pub value: u64,
     /// Standard error of `value`, in counts. 0 if `exact` is set. `None` if the slices do not
     /// determine the error.
@@ -73,7 +73,7 @@ pub struct Estimate {
     /// Approximate maximum error, in counts: four standard errors, or a bound that is known without
     /// a standard error. `None` if no bound is known.
     pub bound: Option<f64>,
-    /// `true` if the event was always active, so that `value` was counted rather than estimated.
+    /// `true` if `value` is an exact count, because the event was always active.
     pub exact: bool,
 }
 
@@ -102,7 +102,7 @@ pub struct RunningVariance {
 }
 
 impl RunningVariance {
-    /// Adds a value.
+    /// Adds a value to the series.
     pub fn add(&mut self, value: f64) {
         self.n += 1;
         let delta = value - self.mean;
@@ -136,18 +136,18 @@ impl RunningVariance {
 /// Minimum number of steps (rate changes between slices), and minimum number of slices with a
 /// mid-slice read, for a standard error.
 const SLICES_MIN: u64 = 4;
-/// Maximum lag of the step autocorrelation, in slices.
+/// Maximum distance between two steps, in slices, for which their autocorrelation is computed.
 const LAGS: usize = 8;
-/// Correlation time of the reference rate for which the standard error is exact, in periods (a
-/// slice and the gap after it). The correlation of this rate decays exponentially.
+/// Time constant of the exponentially correlated rate for which the standard error is exact, in
+/// periods. A period is a slice and the gap after it.
 const REFERENCE_CORRELATION_TIME: f64 = 0.27;
 /// Minimum effective number of independent values for a standard error. Rates with fewer values
 /// have long tails, and only a bound is returned for them.
 const EFFECTIVE_VALUES_MIN: f64 = 20.0;
 /// Sum of the squared autocorrelations of steps above which a rate is considered periodic.
 const PERIODIC_MIN: f64 = 0.3;
-/// Factor by which variation within slices must exceed the maximum that is possible without
-/// aliasing, before aliasing is considered certain.
+/// Aliasing is considered certain if the variation within slices exceeds the maximum that is
+/// possible without aliasing by this factor.
 const ALIASING_FACTOR: f64 = 10.0;
 /// Variation within slices, relative to the mean rate, below which the slices are considered free
 /// of aliasing.
@@ -165,13 +165,13 @@ struct StepStatistics {
     products: f64,
     gap_squares: f64,
     gap_products: f64,
-    /// Statistics of steps without weights. `second` and `fourth`: sums of squares and of fourth
-    /// powers. `largest`: largest step.
+    /// Unweighted statistics of the steps. `second`: sum of the squares. `fourth`: sum of the
+    /// fourth powers. `largest`: largest absolute value.
     second: f64,
     fourth: f64,
     largest: f64,
-    /// `last`: most recent steps. `lags`: for each lag, the sum of the products of each step with
-    /// the step that far before it.
+    /// `last`: most recent steps. `lags`: for each lag (a distance in slices), the sum of the
+    /// products of two steps with this distance.
     last: [f64; LAGS],
     lags: [f64; LAGS],
     /// `halves`: sum of the squared differences between the rates of the two halves of a slice.
@@ -180,7 +180,7 @@ struct StepStatistics {
     halved: u64,
 }
 
-/// Uncertainty derived from the slices.
+/// The uncertainty of an estimate, derived from the time slices of the event.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Uncertainty {
     Unknown,
@@ -202,9 +202,9 @@ enum Uncertainty {
 }
 
 /// Returns four statistics of a rate whose correlation decays exponentially with time constant
-/// `time`. Slices cover the fraction `on` of each period. The statistics are the mean square of
-/// steps, the mean product of two consecutive steps, the mean square of the difference between the
-/// halves of a slice, and the variance from one gap.
+/// `time`. Slices cover the fraction `on` of each period. The four statistics are the mean square
+/// of steps, the mean product of two consecutive steps, the mean square of the difference between
+/// the halves of a slice, and the variance from one gap.
 fn exponential(on: f64, time: f64) -> [f64; 4] {
     let mean = |length: f64| {
         let x = length / time;
@@ -224,9 +224,9 @@ fn exponential(on: f64, time: f64) -> [f64; 4] {
     ]
 }
 
-/// Returns the weights of three statistics whose weighted sum is the variance from the gaps: the
-/// mean square of steps, the product of two consecutive steps, and the difference between halves.
-/// Exact for white noise, for a random walk and for one exponentially correlated rate.
+/// Returns the weights with which three statistics add up to the variance from the gaps: the mean
+/// square of steps, the product of two consecutive steps, and the difference between halves. Exact
+/// for white noise, for a random walk and for one exponentially correlated rate.
 fn weights(on: f64) -> [f64; 3] {
     let gap = 1.0 - on;
     let rows = [
@@ -291,8 +291,8 @@ impl StepStatistics {
         (self.squares / self.gap_squares, self.products / self.gap_products)
     }
 
-    /// Returns `true` if the variation within slices exceeds the maximum that is possible without
-    /// aliasing by the factor `times`. `mean` is the mean rate.
+    /// Returns `true` if the variation within slices exceeds `times` times the maximum that is
+    /// possible without aliasing. `mean` is the mean rate.
     fn detects_aliasing(&self, mean: f64, times: f64) -> bool {
         if self.n < SLICES_MIN || self.halved < SLICES_MIN || self.gap_products <= 0.0 {
             return false;
@@ -363,12 +363,12 @@ impl StepStatistics {
 /// disabled. Rates are counts per nanosecond.
 #[derive(Clone, Copy, Debug, PartialEq, Default)]
 pub struct Estimator {
-    /// Number of counts in all slices.
+    /// Number of counts of the event in all slices.
     counted: u64,
     running_ns: u64,
     /// End of the last slice, in nanoseconds of time enabled.
     end_ns: u64,
-    /// Rate at the end of the last slice, in counts per nanosecond.
+    /// Rate of the event at the end of the last slice, in counts per nanosecond.
     last_rate: f64,
     last_step: f64,
     /// Length of the last slice, in nanoseconds of time enabled.
@@ -406,7 +406,7 @@ impl Estimator {
         self.mid_slice = Some((at_ns, count));
     }
 
-    /// Returns the number of counts in all slices.
+    /// Returns the number of counts of the event in all slices.
     #[must_use]
     pub fn counted(&self) -> u64 {
         self.counted
@@ -483,9 +483,8 @@ impl Estimator {
         self.rates.add(completed);
     }
 
-    /// Returns the rate change between the last two slices, relative to the mean rate: 1 is an
-    /// increase by the mean rate, and negative values are decreases. Returns `None` with fewer than
-    /// two slices or a count of zero.
+    /// Returns the rate change between the last two slices, divided by the mean rate. Negative
+    /// values are decreases. Returns `None` with fewer than two slices or a count of zero.
     #[must_use]
     pub fn last_step(&self) -> Option<f64> {
         let mean = self.rates.mean();
@@ -493,7 +492,8 @@ impl Estimator {
     }
 
     /// Returns the estimate at time enabled `now_ns`, or `None` if the event was never active.
-    /// `open` is the start and the count of the current slice if the event is active.
+    /// `open` contains the start and the count of the current slice, or `None` if the event is not
+    /// active.
     #[must_use]
     pub fn estimate(&self, now_ns: u64, open: Option<(u64, u64)>) -> Option<Estimate> {
         let mut all = *self;

@@ -116,9 +116,9 @@ mod checked {
     const MOST: usize = 8;
 
     thread_local! {
-        /// Locks held by this thread. Constant-initialized and without `RefCell`, because a signal
-        /// handler may interrupt any access. Handlers try to lock contexts and restore this list
-        /// before they return.
+        /// Locks held by this thread. The list is constant-initialized and uses no `RefCell`,
+        /// because a signal handler may interrupt any access. A handler may also lock contexts, but
+        /// restores the list before it returns.
         static HELD: [Cell<Option<(LockRank, usize)>>; MOST] = const { [const { Cell::new(None) }; MOST] };
     }
 

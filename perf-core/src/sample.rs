@@ -48,7 +48,7 @@ pub(crate) struct Sampling {
     pub period: u64,
     /// Target number of overflows per second, or 0 for an event with a fixed period.
     pub freq: u64,
-    /// `true` if the event counts nanoseconds. Its frequency then determines a fixed period.
+    /// `true` if the event counts nanoseconds. A target frequency then determines a fixed period.
     is_clock: bool,
     /// Number of counts until the next overflow. Valid while the driver event is stopped.
     left: u64,
@@ -207,9 +207,8 @@ impl Sampling {
         self.next_at = raw.wrapping_add(overflow_in);
     }
 
-    /// Changes the period, or the frequency of an event that has one. The period of a
-    /// frequency-based event adapts later, except for a clock event, which changes its period
-    /// immediately.
+    /// Changes the period, or the frequency of an event that has one. The period of an event with a
+    /// frequency adapts later, except that the period of a clock event changes immediately.
     pub fn set_rate(&mut self, value: u64) {
         if self.freq != 0 {
             self.freq = value;

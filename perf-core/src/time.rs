@@ -14,7 +14,8 @@ use std::time::Instant;
 /// A monotonic clock in nanoseconds. The core gets its clock from the configuration, so that tests
 /// can control scheduling and times exactly.
 pub trait Clock: Send + Sync {
-    /// Returns the nanoseconds since a fixed instant. Never decreases, on any thread.
+    /// Returns the time since a fixed instant, in nanoseconds. The time never decreases, on any
+    /// thread.
     fn now_ns(&self) -> u64;
 }
 
@@ -25,7 +26,7 @@ pub struct MonotonicClock {
 }
 
 impl MonotonicClock {
-    /// Creates a clock that starts near zero.
+    /// Creates a clock whose time starts at 0 now.
     #[must_use]
     pub fn new() -> Self {
         Self {
@@ -55,7 +56,7 @@ pub struct ManualClock {
 }
 
 impl ManualClock {
-    /// Creates a clock at zero.
+    /// Creates a clock whose time is 0.
     #[must_use]
     pub fn new() -> Self {
         Self::default()

@@ -82,7 +82,7 @@ fn fixed() {
     );
 }
 
-/// Sums of the results of all traces of one kind.
+/// Sums of the results of all random traces of one kind.
 #[derive(Default)]
 struct KindTotals {
     traces: u32,

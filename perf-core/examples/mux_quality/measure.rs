@@ -296,7 +296,7 @@ pub fn mean_error(estimates: &[CoreEstimate]) -> f64 {
     estimates.iter().map(error).sum::<f64>() / estimates.len() as f64
 }
 
-/// Returns the statistics of the estimates' error bars.
+/// Returns statistics of the error bars of the estimates.
 pub fn bars(estimates: &[CoreEstimate]) -> ErrorBars {
     let mut bars = ErrorBars::default();
     for e in estimates {

@@ -11,7 +11,7 @@ pub const STEP_NS: u64 = 100_000;
 pub const MS: u64 = 1_000_000;
 /// Length of the synthetic traces, in nanoseconds.
 const LENGTH_NS: u64 = 10_000 * MS;
-/// Number of events of a synthetic trace; the recorded traces have the same number.
+/// Number of events of a fixed trace, synthetic or recorded.
 pub const EVENTS: usize = 8;
 /// Number of slots on which the events of a trace are multiplexed.
 pub const SLOTS: usize = 2;
@@ -42,7 +42,7 @@ impl Curve {
         Self { sums: sums.into() }
     }
 
-    /// Returns the number of counts in the first `ns` nanoseconds.
+    /// Returns the number of counts of the event in the first `ns` nanoseconds.
     pub fn until(&self, ns: u64) -> u64 {
         let steps = self.sums.len() - 1;
         let at = (ns / STEP_NS) as usize;

@@ -104,7 +104,7 @@ pub fn touch(pages: usize) {
     }
 }
 
-/// Computes until the thread has used `time` of CPU time.
+/// Performs computations until the thread has used `time` more CPU time.
 pub fn spin(time: Duration) {
     let end = ThreadTimeClock.now_ns() + time.as_nanos() as u64;
     while ThreadTimeClock.now_ns() < end {

@@ -20,7 +20,7 @@ const KB_MAX: u64 = u64::MAX >> 11;
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{setting}: {value} is out of range; must be between {least} and {most}")]
 pub struct ConfigError {
-    /// Name of the [`PerfCoreConfig`] field.
+    /// Name of the [`PerfCoreConfig`] field that is out of range.
     pub setting: &'static str,
     /// Value that was rejected.
     pub value: i128,
@@ -59,7 +59,7 @@ impl PerfCoreConfig {
     }
 }
 
-/// A builder for a [`PerfCore`]. See [`PerfCore::builder`].
+/// A builder for a [`PerfCore`] with validated settings. See [`PerfCore::builder`].
 #[derive(Debug, Default)]
 pub struct PerfCoreBuilder {
     config: PerfCoreConfig,

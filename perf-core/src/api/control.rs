@@ -12,7 +12,8 @@ pub enum ControlScope {
     /// The event and its children.
     #[default]
     Event,
-    /// All members of the event's group and their children. The handle of any member can be used.
+    /// All members of the event's group and their children. The call may be made on the handle of
+    /// any member.
     Group,
 }
 
@@ -27,8 +28,8 @@ pub(super) const fn is_armable(overflow_in: u64) -> bool {
 }
 
 impl EventHandle {
-    /// Enables the event, or recovers it from the error state. An event that cannot be scheduled
-    /// now is not an error: see [`EventHandle::state`].
+    /// Enables the event if it is off or in the error state. Succeeds even if the event cannot be
+    /// scheduled now; see [`EventHandle::state`].
     ///
     /// # Errors
     ///
@@ -37,7 +38,7 @@ impl EventHandle {
         self.set(scope, true)
     }
 
-    /// Disables the event. Its count and times are preserved.
+    /// Disables the event. The count and times of the event do not change.
     ///
     /// # Errors
     ///
@@ -199,8 +200,8 @@ impl EventHandle {
     }
 
     /// Arms the event to overflow after exactly `overflow_in` further counts, effective immediately
-    /// even while the event runs. Subsequent overflows follow at the event's period; without a
-    /// period there are none. Returns the count at which the event was armed.
+    /// even while the event runs. After this overflow, the event overflows at its period, or not at
+    /// all if it has no period. Returns the count at which the event was armed.
     ///
     /// # Errors
     ///

@@ -67,8 +67,9 @@ impl PerfCore {
             .any(|v| v.errors() != v.handled_errors.load(Ordering::Relaxed))
     }
 
-    /// Returns `true` if [`PerfCore::tick`] has work to do or may have work later. Otherwise the
-    /// VMM may disarm its timer and check again after each call that opens or enables an event.
+    /// Returns `true` if [`PerfCore::tick`] has work to do or may have work later without another
+    /// call. Otherwise the VMM may disarm its timer and check again after each call that opens or
+    /// enables an event.
     #[must_use]
     pub fn needs_tick(&self) -> bool {
         self.tick_need() != PendingTickWork::None

@@ -52,7 +52,8 @@ impl PerfCore {
         }
     }
 
-    /// Sets the name of a vCPU. Returns `false` if there is no such vCPU.
+    /// Sets the name of vCPU `vcpu`, which COMM records contain. Returns `false` if there is no
+    /// such vCPU.
     pub fn name_vcpu(&self, vcpu: VcpuId, name: &str) -> bool {
         let Some(context) = self.vcpu(vcpu) else {
             return false;

@@ -10,8 +10,8 @@ use crate::service::config::User;
 use crate::service::core::CoreInner;
 use crate::service::open_events::EventRef;
 
-/// A handle of an open event. Dropping it closes the event and its children. The siblings of a
-/// closed leader become leaders of their own groups.
+/// A handle of an open event. Dropping it closes the event and its children. If the event is a
+/// group leader, its siblings become leaders of their own groups.
 #[derive(Debug)]
 pub struct EventHandle {
     pub(crate) inner: Arc<HandleInner>,
@@ -75,7 +75,7 @@ impl HandleInner {
 }
 
 impl EventHandle {
-    /// Returns the event ID that readings and records contain.
+    /// Returns the ID of the event, which readings and records contain.
     #[must_use]
     pub fn id(&self) -> u64 {
         self.inner.event.shared.id
@@ -105,7 +105,8 @@ impl EventHandle {
         self.inner.close();
     }
 
-    /// Returns the number of live children: one per vCPU that a VM-wide event covers.
+    /// Returns the number of children of the event: one per current vCPU for a VM-wide event, and 0
+    /// for all other events.
     #[must_use]
     pub fn children(&self) -> usize {
         self.inner.event.family().map_or(0, |f| f.live().len())

@@ -1,4 +1,4 @@
-//! Opening of events: validation, driver selection and insertion into a context.
+//! Opening of events: validation of the request, driver selection and insertion into a context.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -36,15 +36,15 @@ pub struct OpenFlags {
     /// Number by which the VMM identifies the event in overflow reports
     /// ([`crate::OverflowReport::cookie`]), or `None` for no reports.
     pub cookie: Option<u64>,
-    /// Writes records to the ring of the event given as the `group` argument of [`PerfCore::open`],
-    /// like [`EventHandle::set_output`].
+    /// Redirects the records of the event to the ring of the `group` argument of
+    /// [`PerfCore::open`], as [`EventHandle::set_output`] does.
     pub output: bool,
 }
 
 impl OpenFlags {
-    /// `PERF_FLAG_FD_NO_GROUP`.
+    /// Value of the flag `PERF_FLAG_FD_NO_GROUP` of `perf_event_open(2)`.
     const NO_GROUP: u64 = 1;
-    /// `PERF_FLAG_FD_OUTPUT`.
+    /// Value of the flag `PERF_FLAG_FD_OUTPUT` of `perf_event_open(2)`.
     const OUTPUT: u64 = 1 << 1;
 
     /// Creates flags for an event that reports its overflows under `cookie`.

@@ -113,9 +113,8 @@ mod tests {
         assert_eq!(armed(), 1);
     }
 
-    /// An inherited event is counted once in the number of open events for its software event ID,
-    /// regardless of its number of children. Closing the event resets this number to zero and
-    /// closes its driver events.
+    /// A VM-wide event with children is counted once in the number of open events for its software
+    /// event ID. After it is closed, this number is zero and its driver events are closed.
     #[test]
     fn closed_event_clears_gate_and_driver() {
         let core = PerfCore::new(PerfCoreConfig::default());

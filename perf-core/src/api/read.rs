@@ -17,10 +17,10 @@ use crate::service::error::ControlError;
 use crate::service::open_events::EventRef;
 use crate::time::TimeTotals;
 
-/// An event count together with its time enabled and time running.
+/// The count of an event, together with its time enabled and time running.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Reading {
-    /// Event count, summed over all children.
+    /// Count of the event, summed over all children.
     pub value: u64,
     /// Time enabled: the time for which the event was enabled while its context was scheduled in,
     /// in nanoseconds, summed over all children.
@@ -40,7 +40,7 @@ impl Reading {
         linear(self.value, self.time_enabled_ns, self.time_running_ns)
     }
 
-    /// Returns the time enabled and the time running.
+    /// Returns the time enabled and the time running of the event.
     #[must_use]
     pub fn times(&self) -> TimeTotals {
         TimeTotals {
@@ -65,13 +65,13 @@ impl Reading {
 pub struct VcpuReading {
     /// ID of the vCPU, which may have been removed.
     pub vcpu: VcpuId,
-    /// Count and times on this vCPU.
+    /// Count and times of the event on this vCPU.
     pub reading: Reading,
     /// Estimate of the full count on this vCPU, or `None` if the event was not counted on the vCPU.
     pub estimate: Option<Estimate>,
 }
 
-/// A reading of all group members, leader first. Stored inline for up to eight members.
+/// The readings of all members of a group, leader first. Stored inline for up to eight members.
 pub type GroupReading = SmallVec<[Reading; 8]>;
 
 impl EventRef {
@@ -217,8 +217,8 @@ impl EventHandle {
             .count_age_ns())
     }
 
-    /// Reads all members of the event's group, leader first. The handle of any member can be used.
-    /// Members of a group without children are read at the same instant.
+    /// Reads all members of the event's group, leader first. The call may be made on the handle of
+    /// any member. Members of a group without children are read at the same instant.
     ///
     /// # Errors
     ///
@@ -262,9 +262,9 @@ impl EventHandle {
             .collect())
     }
 
-    /// Returns the size of the result of [`EventHandle::read_bytes`], in bytes: 8 for each
-    /// requested time, 8 for the number of group members, and for each member 8 plus 8 each for its
-    /// ID and its lost records if requested.
+    /// Returns the size of the result of [`EventHandle::read_bytes`], in bytes: 8 for each time in
+    /// the read format, 8 for the number of members of a group reading, and for each member 8 for
+    /// each of its value, ID and lost count, if the read format contains them.
     ///
     /// # Errors
     ///

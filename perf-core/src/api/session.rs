@@ -36,15 +36,15 @@ impl std::fmt::Debug for Session {
 }
 
 impl Session {
-    /// Enables all events of this session and their children, but not other members of their
-    /// groups.
+    /// Enables all events of this session, including their children. Does not enable members of
+    /// their groups that belong to other sessions.
     pub fn enable_all(&self) {
         for handle in self.inner.owned() {
             let _ = handle.event.set_enabled(true);
         }
     }
 
-    /// Disables all events of this session.
+    /// Disables all events of this session, including their children.
     pub fn disable_all(&self) {
         for handle in self.inner.owned() {
             let _ = handle.event.set_enabled(false);

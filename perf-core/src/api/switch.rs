@@ -16,8 +16,8 @@ use crate::model::keys::EventKey;
 use crate::model::software::SoftwareEventId;
 use crate::service::core::VcpuContext;
 
-/// A guard that prevents a vCPU's context from being swapped with another while it is alive. See
-/// [`VcpuContext::pin`].
+/// A guard that prevents a vCPU's context from being swapped with another context while the guard
+/// is alive. See [`VcpuContext::pin`].
 #[derive(Debug)]
 pub struct ContextPin {
     cell: Arc<ContextCell>,
@@ -87,8 +87,8 @@ impl VcpuContext {
         true
     }
 
-    /// Prevents this vCPU's context from being swapped with another while the returned guard is
-    /// alive.
+    /// Prevents this vCPU's context from being swapped with another context while the returned
+    /// guard is alive.
     #[must_use]
     pub fn pin(&self) -> ContextPin {
         loop {

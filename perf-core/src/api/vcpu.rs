@@ -45,8 +45,8 @@ impl VcpuContext {
         self.go_out();
     }
 
-    /// Writes a SWITCH record to the events that request it ([`crate::Attr::context_switch`]), if
-    /// the context is scheduled in.
+    /// Writes a SWITCH record for the events that request such records
+    /// ([`crate::Attr::context_switch`]), if the context is scheduled in.
     pub(crate) fn record_switch(&self, out: bool) {
         if !self.gates.wants_switches() {
             return;

@@ -12,8 +12,8 @@ use crate::service::error::OpenError;
 
 impl PerfCore {
     /// Adds a vCPU that runs on host thread `tid`. The vCPU inherits all VM-wide events with
-    /// [`crate::Attr::inherit`]. If one of them cannot be opened, the vCPU is not added and the
-    /// call has no effect.
+    /// [`crate::Attr::inherit`]. If one of these events cannot be opened on the vCPU, the vCPU is
+    /// not added and the call has no effect.
     ///
     /// # Errors
     ///

@@ -20,9 +20,9 @@ pub(crate) enum ContextOwner {
     Vm,
     /// A vCPU: its number, the ID of its host thread, and the thread ID that records contain.
     Vcpu(VcpuId, i32, u32),
-    /// A host thread that need not run a vCPU.
+    /// A host thread that need not run a vCPU: the context number and the thread ID.
     Thread(VcpuId, i32),
-    /// A host CPU.
+    /// A host CPU: the context number and the CPU number.
     Cpu(VcpuId, u32),
 }
 
@@ -36,7 +36,7 @@ pub(crate) struct ContextCell {
     cpu: Option<u32>,
     /// Thread ID of the vCPU in records, or 0 for a VM or CPU context.
     record_tid: u32,
-    /// `true` for a vCPU context, on which VM-wide events count.
+    /// `true` for the context of a vCPU, in which VM-wide events have children.
     is_vcpu: bool,
     clock: Arc<dyn Clock>,
     /// Owner of the context: [`VM`], or the vCPU number in the upper half and the thread ID in the
@@ -105,7 +105,7 @@ impl ContextCell {
         std::ptr::from_ref(&self.inner) < std::ptr::from_ref(&other.inner)
     }
 
-    /// Locks the context if the lock is free.
+    /// Locks the context if the lock is free, without blocking.
     pub fn try_lock(&self) -> Option<LockGuard<'_, Context>> {
         self.inner.try_lock()
     }
@@ -122,8 +122,8 @@ impl ContextCell {
         self.record_tid
     }
 
-    /// Returns `true` for a vCPU context, on which VM-wide events count, and `false` for the
-    /// context of another thread or of a host CPU.
+    /// Returns `true` for the context of a vCPU, in which VM-wide events have children. Returns
+    /// `false` for the context of another thread, of a host CPU or of the VM.
     pub fn is_vcpu(&self) -> bool {
         self.is_vcpu
     }

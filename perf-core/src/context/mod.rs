@@ -113,7 +113,7 @@ pub(crate) struct Context {
     pub samples: u64,
     pub lost_samples: u64,
     pub throttles: u64,
-    /// `true` after the vCPU was removed. Events are then no longer scheduled.
+    /// `true` after the vCPU of the context was removed. Its events are then no longer scheduled.
     pub dead: bool,
 }
 
@@ -255,8 +255,8 @@ impl Context {
         self.go(group, now_ns);
     }
 
-    /// Disables an event. Disabling a leader schedules out its whole group, but changes only the
-    /// state of the leader to off. An event in the error state remains in that state.
+    /// Disables an event. Disabling a group leader schedules out the whole group, but only the
+    /// leader becomes off. An event in the error state stays in the error state.
     pub fn disable(&mut self, key: EventKey, now_ns: u64) {
         if self.events[key].state < EventState::Inactive {
             return;

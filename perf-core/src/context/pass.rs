@@ -19,8 +19,8 @@ use crate::schedule::{ClassQueue, SharePolicy, SlotPool, plan};
 const REFUSED_PER_TICK: usize = 8;
 
 impl Context {
-    /// Replans a pool and applies the changes to the drivers. Has no effect while the context is
-    /// scheduled out.
+    /// Replans the active groups of a slot pool and starts and stops events accordingly. Has no
+    /// effect while the context is scheduled out.
     pub fn reschedule(&mut self, pool: PoolId, now_ns: u64) {
         if !self.clock.is_active() {
             return;
@@ -122,7 +122,7 @@ impl Context {
         }
     }
 
-    /// Changes the slot sharing policy.
+    /// Changes the slot sharing policy and replans the context.
     pub fn set_policy(&mut self, policy: SharePolicy, now_ns: u64) {
         self.policy = policy;
         for pool in self.pools.ids() {
@@ -130,7 +130,7 @@ impl Context {
         }
     }
 
-    /// Returns the time of the next rotation of groups that share slots.
+    /// Returns the time of the next rotation in this context, or `None` if no groups share slots.
     pub fn next_turn_ns(&self) -> Option<u64> {
         if !self.clock.is_active() {
             return None;
@@ -249,7 +249,7 @@ impl Context {
         }
     }
 
-    /// Reads the members of an active group about halfway through its time slice.
+    /// Reads the members of an active group in the middle of the group's time slice.
     fn read_mid_slice(&mut self, group: GroupKey, now_ns: u64) {
         let time = self.clock.advance(now_ns);
         let leader = self.events[self.groups[group].leader()].state;

@@ -89,7 +89,7 @@ impl Context {
         }
     }
 
-    /// Sets the count of the event to `count`. The times are not changed.
+    /// Sets the count of the event to `count`. The event's times do not change.
     pub fn set_count(&mut self, key: EventKey, count: u64, now_ns: u64) {
         let time = self.clock.advance(now_ns);
         let leader = self.leader_state(key);

@@ -1,7 +1,7 @@
 use super::*;
 use proptest::prelude::*;
 
-/// Creates an estimator of a constant rate, sampled in the given slices.
+/// Creates an estimator of an event with a constant rate, which is active in the given slices.
 fn constant(rate: f64, slices: &[(u64, u64)]) -> Estimator {
     let mut estimator = Estimator::new();
     for &(from, to) in slices {
@@ -53,9 +53,9 @@ fn single_slice_has_no_standard_error() {
     assert_eq!(estimate.standard_error, None);
 }
 
-/// Runs `runs` estimates of random rates from `rates`, one rate per unit of time, sampled in 2 of
-/// every 8 units. Returns the fraction of errors within two standard errors, and the mean standard
-/// error relative to the standard deviation of the error.
+/// Estimates the count of an event `runs` times, with random rates from `rates` (one rate per unit
+/// of time). The event is active in 2 of every 8 units. Returns the fraction of errors within two
+/// standard errors, and the mean standard error relative to the standard deviation of the error.
 fn quality(runs: u64, rates: impl Fn(&mut fastrand::Rng) -> Vec<f64>) -> (f64, f64) {
     const UNIT_NS: u64 = 1_000;
     let (mut covered, mut squares, mut errors) = (0.0, 0.0, 0.0);
@@ -135,8 +135,8 @@ fn standard_error_matches_error_deviation() {
     }
 }
 
-/// An event whose rate is a linear trend has a small uncertainty, which comes only from the ends of
-/// the measured time. The same rates in random order have a large uncertainty.
+/// The standard error is small for a rate that changes linearly, and large for the same rates in
+/// random order.
 #[test]
 fn linear_trend_has_small_error() {
     let doubt = |order: &[u64]| {
@@ -156,7 +156,8 @@ fn linear_trend_has_small_error() {
     assert!(100.0 * course < disorder, "{course} {disorder}");
 }
 
-/// Samples rate `rate(ns)` in slices of 8 ms out of every 32 ms, each with a read in the middle.
+/// Estimates an event with rate `rate(ns)`. The event is active for 8 ms out of every 32 ms, and
+/// each slice is read in the middle.
 fn rotated(rate: impl Fn(u64) -> u64, rotations: u64) -> Estimator {
     let mut estimator = Estimator::new();
     for from_ms in (0..rotations).map(|r| 32 * r) {
@@ -171,8 +172,8 @@ fn rotated(rate: impl Fn(u64) -> u64, rotations: u64) -> Estimator {
     estimator
 }
 
-/// A pattern with the period of the rotation has no standard error, because it yields equal counts
-/// in all slices, which are far from the true mean.
+/// If the rate has the period of the rotation, the estimate has no standard error: all slices have
+/// equal counts, although their rate is far from the true mean.
 #[test]
 fn aliasing_pattern_has_no_standard_error() {
     let estimator = rotated(|ms| if ms % 32 < 5 { 10_000 } else { 100 }, 200);
@@ -207,8 +208,8 @@ fn few_dominant_slices_give_only_a_bound() {
     assert!(estimate.value.abs_diff(truth) as f64 <= estimate.bound.unwrap());
 }
 
-/// The results of `weights` yield the variance from the gaps exactly for the three reference rates,
-/// and within a quarter for rates between them.
+/// The weighted sum with the results of `weights` is the exact variance from the gaps for the three
+/// reference rates, and is accurate to within a quarter for the rates between them.
 #[test]
 fn weights_predict_gap_variance() {
     for on in [0.1, 0.25, 0.5] {
@@ -293,7 +294,7 @@ proptest! {
     }
 
     /// The estimate of an event that is always active equals its count and is exact, for any number
-    /// of slices (P9).
+    /// of slices (behavior P9).
     #[test]
     fn p9_always_active_is_exact(slices in prop::collection::vec((1u64..1_000_000, 0u64..1_000_000), 1..50)) {
         let (mut estimator, mut at, mut total) = (Estimator::new(), 0, 0);
@@ -336,7 +337,7 @@ proptest! {
         prop_assert!((estimate.value as f64 / truth - 1.0).abs() < 1e-6);
     }
 
-    /// Slices that the caller reports out of order, or that overlap, do not corrupt the estimate.
+    /// Slices that overlap or are out of order do not corrupt the estimate.
     #[test]
     fn overlapping_slices_are_clipped(slices in prop::collection::vec((0u64..1_000, 0u64..1_000, 0u64..1_000), 0..50)) {
         let mut estimator = Estimator::new();

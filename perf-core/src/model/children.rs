@@ -26,7 +26,7 @@ pub(crate) trait FamilyMember {
     /// Returns an estimate of the member's count over its whole time enabled.
     fn estimate(&self) -> EstimateSum;
 
-    /// Returns the vCPU on which the member counts.
+    /// Returns the number of the vCPU on which the member counts.
     fn vcpu(&self) -> Option<VcpuId> {
         None
     }
@@ -93,8 +93,8 @@ impl<M: FamilyMember> Children<M> {
         }
     }
 
-    /// Returns the contribution of each vCPU, including exited children, in order of vCPU number.
-    /// The contributions add up to [`Children::totals`] and [`Children::estimate`].
+    /// Returns the totals and the estimate of each vCPU, including exited children, in order of
+    /// vCPU number. The contributions add up to [`Children::totals`] and [`Children::estimate`].
     pub fn by_vcpu(&self) -> Vec<(VcpuId, Totals, EstimateSum)> {
         let mut parts = self.gone.clone();
         for child in &self.live {

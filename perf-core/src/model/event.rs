@@ -28,7 +28,7 @@ pub(crate) struct EventShared {
     /// change.
     pub attr: Attr,
     pub owner: Owner,
-    /// Cookie under which the event's overflows are reported to the VMM
+    /// Number by which the VMM identifies the event in overflow reports
     /// ([`crate::OverflowReport`]), or `None` for no reports.
     pub cookie: Option<u64>,
     /// `true` for a VM-wide event with one child per vCPU.
@@ -71,7 +71,7 @@ fn next_id() -> u64 {
     LAST.fetch_add(1, Ordering::Relaxed) + 1
 }
 
-/// Source of the counts of an event.
+/// What counts an event.
 pub(crate) enum Source {
     /// An event of a driver.
     Driver(Box<dyn PmuEvent>),
@@ -104,7 +104,7 @@ pub(crate) struct Event {
     pub slices: Option<Slices>,
     /// Driver count at the last reset. The event count is `raw` minus this value.
     base: u64,
-    /// Driver count when it was last read.
+    /// Driver count at the last read of the driver event.
     raw: u64,
     /// Reason and time of the failure, if the event is in the error state.
     pub failure: Option<EventFailure>,
@@ -165,8 +165,8 @@ impl Event {
         self.parent.as_ref().unwrap_or(&self.shared)
     }
 
-    /// Returns the driver count, which resets do not change. Costs at most one driver read, or none
-    /// for a stopped event whose count is known.
+    /// Returns the driver count, which resets do not change. Takes one driver read, or none for a
+    /// stopped event whose count is known.
     pub fn raw(&mut self) -> u64 {
         match &mut self.source {
             Source::Raised(count) => self.raw = *count,
@@ -206,8 +206,8 @@ impl Event {
             && matches!(&self.source, Source::Driver(driver) if driver.lost_ns().is_some())
     }
 
-    /// Returns the age of the last value of a package count in nanoseconds, or `None` for all other
-    /// events.
+    /// Returns the age of the current value of a package count (a driver's single count for the
+    /// whole VM), in nanoseconds, or `None` for all other events.
     pub fn count_age_ns(&mut self) -> Option<u64> {
         match &mut self.source {
             Source::Driver(driver) => driver.count().map(|_| driver.count_age_ns()),
@@ -215,7 +215,7 @@ impl Event {
         }
     }
 
-    /// Sets the count to `value`.
+    /// Sets the event's count to `value`.
     pub fn set_count(&mut self, value: u64) {
         self.base = self.raw().wrapping_sub(value);
     }
@@ -355,7 +355,8 @@ impl Event {
         self.slices.as_mut().is_some_and(|slices| slices.end(count))
     }
 
-    /// Arms the event to overflow after `overflow_in` further counts, and returns the count.
+    /// Arms the event to overflow after `overflow_in` further counts, and returns the event's
+    /// count.
     pub fn arm(&mut self, overflow_in: u64) -> Result<u64, PmuError> {
         let raw = self.raw();
         if let Source::Driver(driver) = &mut self.source

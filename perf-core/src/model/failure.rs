@@ -47,6 +47,6 @@ pub struct EventFailure {
     /// Context time since which the event has not counted, in nanoseconds
     /// ([`crate::VcpuContext::time_ns`]).
     pub since_ns: u64,
-    /// Cause of the failure.
+    /// Reason why the event failed.
     pub cause: EventFailureCause,
 }

@@ -10,7 +10,7 @@ use slab::Slab;
 /// Key of a group in a context.
 pub(crate) use crate::mux::GroupKey;
 
-/// An index into a [`Table`].
+/// An index into a [`Table`] with the type of the indexed object.
 pub(crate) trait Key: Copy {
     fn new(index: usize) -> Self;
     fn index(self) -> usize;

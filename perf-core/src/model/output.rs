@@ -1,4 +1,4 @@
-//! Ring output of events.
+//! Output of events to rings.
 
 use std::sync::Arc;
 

@@ -29,8 +29,9 @@ pub trait SampleRegs {
     fn branches(&mut self, _request: BranchSampling, _out: &mut Vec<BranchEntry>) -> bool {
         true
     }
-    /// Returns the raw data of `RAW` samples (in Perfvisor, CR3 and other VMM data). Called last,
-    /// and possibly more than once if many events overflow simultaneously.
+    /// Returns the raw data for `RAW` samples (in Perfvisor, CR3 and other VMM data). The core
+    /// calls this method last, and possibly more than once if many events overflow at the same
+    /// time.
     fn raw(&mut self) -> &[u8] {
         &[]
     }

@@ -9,7 +9,7 @@ use crate::estimate::{Estimate, Estimator};
 use crate::model::state::EventState;
 use crate::model::totals::Totals;
 
-/// Time slices of one event.
+/// The time slices of one multiplexed event, and the estimator to which they are added.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Slices {
     estimator: Estimator,
@@ -64,7 +64,7 @@ impl Slices {
         self.off_ns = enabled_ns;
     }
 
-    /// Restarts the estimation after the count was set to `count`.
+    /// Discards all slices after the event's count was set to `count`.
     pub fn reset(&mut self, enabled_ns: u64, state: EventState, count: u64) {
         *self = Self {
             estimator: Estimator::new(),
@@ -86,8 +86,8 @@ impl Slices {
         self.estimator.detects_aliasing()
     }
 
-    /// Estimates the count of an event in state `state` with count `count` after `enabled_ns`
-    /// nanoseconds enabled.
+    /// Returns an estimate of the event's count at time enabled `enabled_ns`. `state` and `count`
+    /// are the event's current state and count.
     pub fn estimate(&self, enabled_ns: u64, state: EventState, count: u64) -> Option<Estimate> {
         let now_ns = enabled_ns - self.origin_ns;
         let Some((from_ns, at)) = self.open else {
@@ -109,11 +109,11 @@ impl Slices {
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct EstimateSum {
     value: u64,
-    /// Sum of the squared standard errors.
+    /// Sum of the squared standard errors of the estimates.
     variance: f64,
     /// `true` if at least one of the estimates has no standard error.
     unsure: bool,
-    /// Sum of the error bounds, if every estimate has one.
+    /// Sum of the error bounds of the estimates. Valid if every estimate has a bound.
     bound: f64,
     boundless: bool,
     /// `true` if at least one of the counts is estimated rather than exact.
@@ -121,7 +121,7 @@ pub(crate) struct EstimateSum {
     /// `true` if some event was enabled but never active. The sum is then unknown, because the
     /// count of that event is missing.
     missing: bool,
-    /// `true` if at least one event was counted.
+    /// `true` if at least one of the events was counted.
     counted: bool,
 }
 

@@ -40,7 +40,7 @@ macro_rules! software_ids {
 }
 
 software_ids! {
-    /// VM exits handled in user space.
+    /// Exits from `KVM_RUN` to user space.
     Exits = 0, "vm-exits";
     /// Port I/O exits.
     IoExits = 1, "io-exits";
@@ -48,28 +48,28 @@ software_ids! {
     MmioExits = 2, "mmio-exits";
     /// Accesses to MSRs that user space handles.
     MsrExits = 3, "msr-exits";
-    /// HLT exits.
+    /// HLT exits of the vCPU.
     Halts = 4, "halts";
     /// PMIs delivered to the guest.
     Pmis = 5, "pmis";
     /// Migrations of the vCPU thread to another host CPU.
     Migrations = 6, "vcpu-migrations";
-    /// Context switches, in which the host scheduled out the vCPU thread or the VMM paused it.
+    /// Context switches: the host scheduled out the vCPU's thread, or the VMM paused the vCPU.
     ContextSwitches = 7, "context-switches";
     /// Page faults on guest memory.
     PageFaults = 8, "page-faults";
-    /// Injected interrupts.
+    /// Interrupts that the VMM injected.
     IrqInjections = 9, "irq-injections";
-    /// Injected NMIs.
+    /// NMIs that the VMM injected.
     NmiInjections = 10, "nmi-injections";
-    /// Guest resets.
+    /// Resets of the guest.
     Resets = 11, "resets";
 }
 
 pub(crate) const IDS: usize = 12;
 
 impl SoftwareEventId {
-    /// Returns the event with number `config`, or `None` if there is none (`EINVAL` on open).
+    /// Returns the event with number `config`, or `None` if there is no such event.
     #[must_use]
     pub fn from_config(config: u64) -> Option<Self> {
         Self::ALL.get(usize::try_from(config).ok()?).copied()
@@ -91,8 +91,8 @@ pub enum SoftwareEventLevel {
     Nmi,
 }
 
-/// Events that were raised while the context lock was held. The next thread that locks the context
-/// accounts for them.
+/// Software events that were raised while another holder had locked the context. The next thread
+/// that locks the context accounts for them.
 #[derive(Debug, Default)]
 pub(crate) struct DeferredEvents {
     counts: [AtomicU64; IDS],
@@ -125,8 +125,8 @@ impl DeferredEvents {
 }
 
 thread_local! {
-    /// Levels that this thread is handling, one bit each. Constant-initialized, so that signal
-    /// handlers can access it.
+    /// Levels ([`SoftwareEventLevel`]) at which this thread is handling software events, one bit
+    /// per level. Constant-initialized, so that signal handlers can access it.
     static BUSY: Cell<u8> = const { Cell::new(0) };
 }
 
@@ -153,7 +153,7 @@ impl LevelGuard {
 }
 
 impl LevelGuard {
-    /// Returns `true` if the thread was not handling any level before.
+    /// Returns `true` if the thread was not handling a software event of any level before.
     pub fn is_outermost(&self) -> bool {
         self.outermost
     }

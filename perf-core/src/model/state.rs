@@ -1,7 +1,6 @@
 //! States and owners of events.
 
-/// The state of an event. States are ordered, so that comparisons such as "at least inactive" can
-/// be used.
+/// The state of an event. The states are ordered from error to active.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum EventState {
     /// Pinned event that could not be scheduled. A `read(2)` of the event returns 0 bytes. The

@@ -7,8 +7,8 @@ use crate::time::TimeTotals;
 ///
 /// For a vCPU context this is the time of the core clock between [`crate::VcpuContext::sched_in`]
 /// and [`crate::VcpuContext::sched_out`]. The VM context is always scheduled in. Context time
-/// includes periods in which the vCPU thread waits for a CPU or its guest is halted, if the clock
-/// advances then.
+/// includes periods in which the vCPU's thread waits for a CPU or the guest is halted, if the core
+/// clock advances in these periods.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct ContextClock {
     /// Context time at clock value `stamp_ns`, in nanoseconds.

@@ -23,11 +23,11 @@ pub(crate) fn base_interval_ns(first_ns: u64) -> u64 {
     (first_ns as f64 / INTERVALS[0]) as u64
 }
 
-/// Factor by which the intervals of a stretched rotation are extended. A factor of φ shifts the
-/// phase of later intervals by 0.618 of a rotation.
+/// Factor by which the intervals of a stretched rotation are longer than regular ones. A factor of
+/// φ shifts the phase of later intervals by 0.618 of a rotation.
 const STRETCH: f64 = 1.618;
 
-/// Weight of the newest squared rate change in a group's running mean, once the group has had
+/// Weight of the newest squared rate change in a group's running mean, once the mean contains
 /// enough rate changes.
 const NEWEST_STEP_WEIGHT: f32 = 0.01;
 /// Maximum squared rate change that enters a group's running mean, so that a single very short
@@ -61,7 +61,8 @@ const NEXT_SHIFT: u64 = 4;
 struct IntervalIndex(usize);
 
 impl IntervalIndex {
-    /// Returns the multiplexing interval, in units of the interval of [`MuxPolicy::Rotate`].
+    /// Returns the multiplexing interval at this index, in units of the interval of
+    /// [`MuxPolicy::Rotate`].
     fn turn(self) -> f64 {
         INTERVALS[self.0]
     }
@@ -72,7 +73,8 @@ impl IntervalIndex {
     }
 }
 
-/// Index of a period during which the multiplexing interval does not change.
+/// Number of a period in which the length of the multiplexing interval does not change. Incremented
+/// at each change.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
 struct IntervalEra(u32);
 
@@ -92,7 +94,7 @@ impl RotationCount {
     const NONE: Self = Self(0);
     const ONE: Self = Self(1);
 
-    /// Returns the number of intervals in this number of rotations, if there are `groups` groups.
+    /// Converts this number of rotations of `groups` groups to a number of multiplexing intervals.
     fn turns(self, groups: usize) -> IntervalCount {
         IntervalCount(self.0.saturating_mul(groups as u64))
     }
@@ -113,7 +115,7 @@ impl IntervalCount {
 /// Result of offering a slot to a group.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum SlotOffer {
-    /// The group was scheduled.
+    /// The group fits and was scheduled.
     Taken,
     /// The group does not fit. The group stays at the head of the queue, and no other group may
     /// overtake it.
@@ -129,16 +131,16 @@ enum QueueState {
     On,
 }
 
-/// Confidence that a nearly constant rate of a group is real and not the result of aliasing with
-/// the current interval.
+/// Confidence that a group whose rate appears nearly constant really has such a rate, rather than a
+/// pattern that aliases with the current interval.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Confidence {
-    /// Undetermined: there is not enough data, or the rate varies so much that no pattern can be
-    /// hidden.
+    /// There are too few rate changes for a conclusion, or the rate varies so much that it cannot
+    /// hide a pattern.
     Open,
-    /// Nearly constant rate, not yet verified by a phase shift.
+    /// The rate appears nearly constant. This has not been verified by a phase shift.
     Suspect,
-    /// Nearly constant rate before and after a phase shift.
+    /// The rate appears nearly constant before and after a phase shift.
     Cleared,
 }
 
@@ -148,7 +150,7 @@ struct QueueEntry {
     age: ListLink,
     place: QueueState,
     trust: Confidence,
-    /// Phase in which the last slice of the group ended.
+    /// Phase of the queue in which the last slice of the group ended.
     phase: Phase,
     /// Value of [`MuxQueue::era`] for which the following fields are valid.
     era: IntervalEra,
@@ -188,7 +190,7 @@ impl QueueEntry {
     }
 }
 
-/// Phase of the interval sequence.
+/// Phase of the queue's sequence of multiplexing intervals.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 enum Phase {
     /// Intervals of equal length.
@@ -196,7 +198,7 @@ enum Phase {
     Regular,
     /// One rotation with longer intervals, which shifts the phase of all later intervals.
     Stretched,
-    /// First rotation after a stretched one.
+    /// First rotation after a stretched one, with intervals of regular length.
     Shifted,
 }
 
@@ -209,9 +211,9 @@ pub struct MuxQueue {
     /// Multiplexing interval under [`MuxPolicy::Rotate`], in nanoseconds.
     turn_ns: u64,
     entries: Vec<QueueEntry>,
-    /// Active groups, the longest active first.
+    /// Active groups, in the order in which they became active.
     on: GroupList,
-    /// Waiting groups, the longest waiting first.
+    /// Waiting groups, in the order in which they started to wait.
     waiting: GroupList,
     /// Group that did not fit into the free slots. No other group is scheduled before this one.
     held: Option<GroupKey>,
@@ -222,10 +224,11 @@ pub struct MuxQueue {
     phase: Phase,
     /// Number of intervals left in the current phase.
     left: IntervalCount,
-    /// Number of rotations before the next phase shift, which takes place only if there are groups
-    /// with [`Confidence::Suspect`].
+    /// Number of rotations before the next phase shift. The shift is skipped if no group has
+    /// [`Confidence::Suspect`].
     run: RotationCount,
-    /// Number of groups with [`Confidence::Suspect`] since the interval was last changed.
+    /// Number of groups that have had [`Confidence::Suspect`] since the length of the interval was
+    /// last changed.
     suspects: usize,
     /// Results of the current phase shift. `checked`: number of groups with [`Confidence::Suspect`]
     /// that were checked. `revealed`: number of these groups in which the shift revealed a pattern.
@@ -235,8 +238,8 @@ pub struct MuxQueue {
     pattern_confirmed: bool,
     /// State of the pseudo-random generator that selects groups to read in the middle of a slice.
     draw: u32,
-    /// `turns`: number of intervals so far. `aliased_at`: value of `turns` at the last call of
-    /// [`MuxQueue::record_aliasing`].
+    /// `turns`: number of multiplexing intervals so far. `aliased_at`: value of `turns` at the last
+    /// call of [`MuxQueue::record_aliasing`].
     turns: IntervalCount,
     aliased_at: Option<IntervalCount>,
 }
@@ -371,8 +374,8 @@ impl MuxQueue {
         }
     }
 
-    /// Records the rate change `step` of group `key` between two slices of regular length and
-    /// phase.
+    /// Records the rate change `step` of group `key` between two regular slices, with no phase
+    /// shift between them.
     #[expect(
         clippy::cast_possible_truncation,
         reason = "a step of a rate is a rough number"
@@ -411,7 +414,7 @@ impl MuxQueue {
         }
     }
 
-    /// Returns the end of the current interval, or `None` if no group waits.
+    /// Returns the end of the current multiplexing interval, or `None` if no group waits.
     #[must_use]
     pub fn next_turn_ns(&self) -> Option<u64> {
         (self.waiting.len() > 0).then_some(self.next_turn_ns)
@@ -501,12 +504,12 @@ impl MuxQueue {
         ((self.turn_ns as f64 * self.pace.turn() * stretch) as u64).max(1)
     }
 
-    /// Selects the next phase.
+    /// Selects the next phase of the interval sequence.
     ///
     /// Regular intervals are the most precise, unless a periodic guest pattern aliases with them.
-    /// All slices of a group then see the same phase of the pattern, and the rate of the group
-    /// appears nearly constant (the group is calm). Calm groups are therefore verified by a phase
-    /// shift.
+    /// In this case, all slices of a group see the same phase of the pattern, and the rate of the
+    /// group appears nearly constant (the group is calm). Calm groups are therefore verified by a
+    /// phase shift.
     fn next_phase(&mut self) {
         let groups = self.len();
         self.left = RotationCount::ONE.turns(groups);
@@ -540,8 +543,8 @@ impl MuxQueue {
     }
 
     /// Fills the slots. Offers active groups their slots again in the order in which they became
-    /// active, then offers free slots to waiting groups until one does not fit. An active group for
-    /// which the offer is not `Taken` returns to the waiting list.
+    /// active, then offers free slots to waiting groups until one does not fit. An active group
+    /// that does not take its offer returns to the waiting list.
     pub fn fill(&mut self, mut offer: impl FnMut(GroupKey) -> SlotOffer) {
         let mut next = self.on.front();
         while let Some(key) = next {

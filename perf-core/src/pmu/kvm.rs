@@ -49,10 +49,10 @@ const MAX_DESCRIPTORS: u32 = 4096;
 /// An error that occurred while reading or parsing a statistics file of KVM.
 #[derive(Debug, thiserror::Error)]
 pub enum StatsError {
-    /// The file could not be read.
+    /// The statistics file could not be read.
     #[error("reading KVM statistics failed")]
     Read(#[source] io::Error),
-    /// The content is not a valid statistics layout.
+    /// The statistics file has an invalid layout.
     #[error("KVM statistics are malformed: {0}")]
     Malformed(&'static str),
 }
@@ -61,15 +61,15 @@ pub enum StatsError {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum StatKind {
-    /// A count that only grows.
+    /// A count that never decreases.
     Cumulative,
-    /// An instantaneous value.
+    /// A value that may increase and decrease.
     Instant,
     /// The maximum value so far.
     Peak,
-    /// A histogram with buckets of equal width.
+    /// A histogram whose buckets have equal widths.
     LinearHistogram,
-    /// A histogram with bucket widths that double.
+    /// A histogram in which each bucket is twice as wide as the previous one.
     LogHistogram,
     /// A type that this version does not support.
     Unknown(u8),
@@ -81,11 +81,11 @@ pub enum StatKind {
 pub enum StatUnit {
     /// A plain number.
     None,
-    /// Bytes.
+    /// A number of bytes.
     Bytes,
     /// A number without a unit.
     Seconds,
-    /// CPU cycles.
+    /// A number of CPU cycles.
     Cycles,
     /// A Boolean, 0 or 1.
     Boolean,
@@ -168,7 +168,8 @@ impl StatsFile {
     }
 }
 
-/// Parses the header and all descriptors. `read_at` fills a buffer from a file offset.
+/// Parses the header and all descriptors of a statistics file. `read_at` fills a buffer from a file
+/// offset.
 fn parse(
     mut read_at: impl FnMut(&mut [u8], u64) -> io::Result<()>,
 ) -> Result<Vec<StatDescriptor>, StatsError> {

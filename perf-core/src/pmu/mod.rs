@@ -52,7 +52,7 @@ pub enum PmuTarget {
     },
 }
 
-/// The number of events of a driver that can be active simultaneously.
+/// The capacity of a driver: how many of its events can be active simultaneously.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum PmuCapacity {
     /// No limit: a software driver, which uses no slots.
@@ -119,10 +119,10 @@ pub trait Pmu: Send + Sync + Debug {
     /// Returns the short name of the driver, such as `host`, `clock`, `kvm` or `sim`.
     fn name(&self) -> &'static str;
 
-    /// Returns `true` if this driver serves events of type `ty`.
+    /// Returns `true` if this driver counts events of type `ty`.
     fn serves(&self, ty: EventType) -> bool;
 
-    /// Returns the number of events per vCPU that can be active simultaneously.
+    /// Returns the driver's capacity per vCPU: how many events can be active simultaneously.
     fn capacity(&self) -> PmuCapacity;
 
     /// Returns the counters that can hold an event with attributes `attr`, by default all counters.

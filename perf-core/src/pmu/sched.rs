@@ -33,7 +33,7 @@ thread_local!(static OWN: OnceCell<ThreadFile> = const { OnceCell::new() });
 /// An open `schedstat` file, or the error number with which the open failed.
 type OpenResult = Result<Arc<File>, i32>;
 
-/// The thread-local owner of an [`OPENED`] entry.
+/// The thread-local owner of an entry in [`OPENED`], which removes the entry when the thread ends.
 struct ThreadFile {
     tid: i32,
     opened: OpenResult,
@@ -58,7 +58,7 @@ fn own_tid() -> i32 {
     tid.unwrap_or(0)
 }
 
-/// Opens the `schedstat` of a thread.
+/// Opens the `schedstat` file at `path`.
 fn open(path: &str) -> OpenResult {
     let opened = File::open(path).map(Arc::new);
     opened.map_err(|e| e.raw_os_error().unwrap_or(libc::EIO))
@@ -87,7 +87,8 @@ impl RunQueueWaitTime {
         Ok(Self { file })
     }
 
-    /// Creates a reader for the calling thread. Each thread opens its file at most once.
+    /// Creates a reader for the calling thread. Opens the thread's `schedstat` file, unless the
+    /// thread has already opened it.
     ///
     /// # Errors
     /// Returns the same errors as [`RunQueueWaitTime::of_thread`].

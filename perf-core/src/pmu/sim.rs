@@ -66,7 +66,7 @@ struct SimCounter {
     /// Count at which the simulated hardware announces the overflow. If the requested period is
     /// below the minimum, this count is after `wanted_at`.
     armed_at: Option<u64>,
-    /// Count at which the core requested the overflow.
+    /// Count at which the core requested that the event overflow.
     wanted_at: u64,
     floor: PeriodFloor,
     overflows: u32,
@@ -131,7 +131,7 @@ pub struct SimCalls {
     pub starts: u64,
     /// Number of times that a started event was stopped.
     pub stops: u64,
-    /// Number of times that an overflow was armed.
+    /// Number of times that an event was armed to overflow.
     pub arms: u64,
 }
 

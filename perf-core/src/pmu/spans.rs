@@ -25,7 +25,7 @@ impl Spans {
         Ok(())
     }
 
-    /// Ends the current span.
+    /// Ends the current span, if there is one.
     pub fn end(&mut self, source: impl FnOnce() -> Option<u64>) {
         self.ended = self.count(source);
         self.start = None;

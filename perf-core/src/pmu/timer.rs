@@ -29,7 +29,7 @@ pub(super) struct Timer {
 unsafe impl Send for Timer {}
 
 impl Timer {
-    /// Creates a disarmed timer that sends `signal` to thread `tid`.
+    /// Creates a disarmed timer that sends `signal` to thread `tid` when it expires.
     pub(super) fn open(tid: i32, signal: i32) -> io::Result<Self> {
         // SAFETY: an all-zero `sigevent` is a valid value of this plain C struct.
         let mut event: libc::sigevent = unsafe { MaybeUninit::zeroed().assume_init() };
@@ -69,7 +69,8 @@ impl Timer {
         wall_ns() >= self.expiry_ns
     }
 
-    /// Returns the time until expiry in nanoseconds; 0 if the timer has expired or is disarmed.
+    /// Returns the time until the timer expires, in nanoseconds, or 0 if the timer has expired or
+    /// is disarmed.
     #[cfg(feature = "clock")]
     pub(super) fn left_ns(&self) -> u64 {
         self.expiry_ns.saturating_sub(wall_ns())

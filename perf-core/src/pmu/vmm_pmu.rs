@@ -112,7 +112,8 @@ struct OverflowPoint {
     at: u64,
 }
 
-/// Overflow points of all open events, whether armed or not. Arming and disarming do not allocate.
+/// The overflow points of all open events, armed and disarmed, so that arming an event does not
+/// allocate.
 #[derive(Debug, Default)]
 struct OverflowPoints {
     list: Vec<OverflowPoint>,

@@ -1,13 +1,13 @@
 //! A cursor over the bytes of a record, which removes fields from the front.
 
-/// An error that occurred while decoding a record.
+/// Error of decoding a record.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum DecodeError {
     /// The record ends before the end of a field.
     #[error("the record ends before its {field}")]
     Short {
-        /// Name of the missing or truncated field.
+        /// Name of the field that is missing or truncated.
         field: &'static str,
     },
     /// The sample is longer than its format requires.
@@ -72,7 +72,7 @@ impl<'a> Cursor<'a> {
         self.bytes(bytes.ok_or(DecodeError::Short { field })?, field)
     }
 
-    /// Removes `len` bytes from the end and returns them.
+    /// Removes the last `len` bytes of the record and returns them.
     pub(super) fn split_end(&mut self, len: usize, field: &'static str) -> Result<Self, DecodeError> {
         let at = self
             .rest

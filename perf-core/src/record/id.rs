@@ -20,7 +20,7 @@ const FIELDS: SampleType = SampleType::TID
 /// 0.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct SampleId {
-    /// Process ID of the VM, as shown to the operator.
+    /// Process ID of the VM as the operator sees it.
     pub pid: u32,
     /// Thread ID of the vCPU.
     pub tid: u32,

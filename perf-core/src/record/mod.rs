@@ -32,7 +32,7 @@ pub const HEADER_SIZE: usize = 8;
 pub struct RecordType(pub u32);
 
 impl RecordType {
-    /// `PERF_RECORD_MMAP`: memory was mapped.
+    /// `PERF_RECORD_MMAP`: a mapping of guest memory.
     pub const MMAP: Self = Self(1);
     /// `PERF_RECORD_LOST`: number of records that were lost because the ring was full.
     pub const LOST: Self = Self(2);
@@ -55,7 +55,7 @@ impl RecordType {
     pub const SWITCH: Self = Self(14);
 }
 
-/// The CPU mode at the time of a sample, stored in the low three bits of `misc`.
+/// The CPU mode of a sample: what was running. Stored in the low three bits of `misc`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[repr(u16)]
 pub enum CpuMode {
@@ -141,7 +141,7 @@ impl From<&Attr> for RecordFormat {
     }
 }
 
-/// A destination for the bytes of records.
+/// A destination to which the bytes of a record are written.
 pub trait RecordSink {
     /// Appends `bytes` to the record.
     fn put(&mut self, bytes: &[u8]);
@@ -210,10 +210,10 @@ pub trait EncodeRecord {
     /// Returns the size of the whole record in bytes, a multiple of 8.
     fn size(&self, format: RecordFormat) -> usize;
 
-    /// Appends exactly [`size`](Self::size) bytes to `out`.
+    /// Appends the encoded record to `out`, exactly [`size`](Self::size) bytes.
     fn encode(&self, format: RecordFormat, out: &mut impl RecordSink);
 
-    /// `true` if the record counts as a sample for `wakeup_events`.
+    /// `true` if the record is a sample, which counts for `wakeup_events`.
     const IS_SAMPLE: bool = false;
 
     /// Returns the trailer of the record. A LOST record that the ring writes before this record has
@@ -326,7 +326,7 @@ impl From<Result<(), RingError>> for RecordWriteOutcome {
 pub enum DecodedRecord<'a> {
     /// A mapping of guest memory.
     Mmap(MmapRecord<'a>),
-    /// Number of lost records.
+    /// Number of records that were lost.
     Lost(LostRecord),
     /// Name of a vCPU or a VM.
     Comm(CommRecord<'a>),

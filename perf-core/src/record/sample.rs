@@ -9,7 +9,7 @@ use super::{
 };
 use crate::attr::{REGS_USER_LEN, SampleType};
 
-/// A list of `u64` words, such as a call chain.
+/// A list of 64-bit words in a sample, such as a call chain.
 #[derive(Clone, Copy, Debug)]
 pub enum RecordWords<'a> {
     /// Words to be encoded.
@@ -38,7 +38,7 @@ impl<'a> RecordWords<'a> {
         self.len() == 0
     }
 
-    /// Iterates over the words.
+    /// Returns an iterator over the words.
     pub fn iter(&self) -> impl Iterator<Item = u64> + 'a {
         let (list, bytes) = match *self {
             Self::List(list) => (list, [].as_slice()),
@@ -61,11 +61,11 @@ impl PartialEq for RecordWords<'_> {
 /// when decoded.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Sample<'a> {
-    /// CPU mode, and whether `ip` is exact.
+    /// CPU mode of the sample, and whether `ip` has no skid.
     pub misc: RecordMisc,
     /// Instruction pointer at the time of the sample.
     pub ip: u64,
-    /// Process ID of the VM, as shown to the operator.
+    /// Process ID of the VM as the operator sees it.
     pub pid: u32,
     /// Thread ID of the vCPU.
     pub tid: u32,

@@ -26,7 +26,8 @@ fn put_text(out: &mut impl RecordSink, text: &[u8]) {
     out.put(&[0; 8][..text_size(text) - text.len()]);
 }
 
-/// `PERF_RECORD_LOST`: the number of records lost since the previous record.
+/// `PERF_RECORD_LOST`: the number of records that were lost before this one, since the previous
+/// record.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct LostRecord {
     /// ID of the event that owns the ring.
@@ -325,7 +326,7 @@ pub struct MmapRecord<'a> {
     pub misc: RecordMisc,
     /// Process ID of the VM.
     pub pid: u32,
-    /// Thread ID of the vCPU.
+    /// Thread ID of the record. This crate writes the process ID of the VM.
     pub tid: u32,
     /// Start address of the mapping.
     pub start: u64,

@@ -4,8 +4,8 @@ use proptest::prelude::*;
 
 const ALL_TIMES: ReadFormat = ReadFormat::TOTAL_TIME_ENABLED.union(ReadFormat::TOTAL_TIME_RUNNING);
 
-/// Maps 15 bits to sample types: the eleven lowest types, IDENTIFIER, user registers, user stack
-/// and branch stack.
+/// Converts 15 bits to a set of sample types: the eleven lowest types, IDENTIFIER, user registers,
+/// user stack and branch stack.
 fn sample_type(bits: u64) -> SampleType {
     let bits = bits & 0x7ff | (bits >> 11 & 1) << 16 | bits & 0x3000 | (bits >> 14 & 1) << 11;
     SampleType::from_bits(bits).expect("all of these are defined")
@@ -137,7 +137,8 @@ fn size_in_header(bytes: &[u8]) -> usize {
     usize::from(u16::from_ne_bytes([bytes[6], bytes[7]]))
 }
 
-/// Checks size, header and round trip of one sample in one format.
+/// Checks the size and the header of an encoded sample in one format, and that decoding yields the
+/// sample again.
 fn check(entries: &[ReadEntry], ips: &[u64], raw: &[u8], format: RecordFormat) {
     let full = sample(entries, ips, raw);
     let bytes = encoded(&full, format);

@@ -99,7 +99,7 @@ pub(super) fn add_seals(fd: &OwnedFd, seals: libc::c_int) -> Result<()> {
     check(unsafe { libc::fcntl(fd.as_raw_fd(), libc::F_ADD_SEALS, seals) }).map(drop)
 }
 
-/// Returns the seals of `fd`, or an error if it is not a memfd.
+/// Returns the seals of the memfd `fd`, or an error if `fd` is not a memfd.
 pub(super) fn seals(fd: BorrowedFd<'_>) -> Result<libc::c_int> {
     // SAFETY: plain system call on an open file descriptor.
     check(unsafe { libc::fcntl(fd.as_raw_fd(), libc::F_GET_SEALS) })
@@ -249,9 +249,8 @@ mod tests {
 
     const F_GETSIG: libc::c_int = 11;
 
-    /// A client may open the ring's memory while the process checks whether the memory has other
-    /// users. The resulting lease signal must not terminate the process, which may have no SIGIO
-    /// handler.
+    /// A client may open a ring's memory while this process holds a lease to check for other users.
+    /// The signal that breaks the lease does not terminate this process.
     #[test]
     fn client_open_during_lease_check_is_harmless() {
         let memory = sealed_memfd(PAGE_SIZE).unwrap();

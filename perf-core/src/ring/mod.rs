@@ -59,7 +59,7 @@ pub use reader::{RawRecord, RingReadError, RingReader, RingRecordBatch};
 pub use wake::PollState;
 pub(crate) use wake::borrowed;
 
-/// Maximum number of data pages of a ring (256 MiB).
+/// Maximum number of data pages of a ring (256 MiB of data).
 pub const DATA_PAGES_MAX: usize = 1 << 16;
 /// Maximum size of a record in bytes, which is the largest multiple of 8 that fits a `u16`.
 pub const RECORD_SIZE_MAX: usize = u16::MAX as usize & !7;
@@ -75,10 +75,10 @@ pub enum RingMode {
     /// The reader maps the control page writable and advances `data_tail`. Unread bytes are never
     /// overwritten; records that do not fit are counted and reported by LOST records.
     Writable,
-    /// The memfd can only be mapped read-only, and new records overwrite the oldest ones. The
-    /// reader may trust the last three quarters of the data area. Once records have been
-    /// overwritten, [`RingReader`] begins at the oldest record that the control page locates, so it
-    /// returns at least the last half of the area (unless single records exceed a sixteenth of it).
+    /// New records overwrite the oldest ones, and the memfd can only be mapped read-only. A reader
+    /// may trust the newest three quarters of the data area. Once records have been overwritten,
+    /// [`RingReader`] begins at the oldest record that the control page locates, so it returns at
+    /// least the last half of the area (unless single records exceed a sixteenth of it).
     Overwrite,
 }
 
@@ -93,7 +93,7 @@ pub struct LostTrailer {
 }
 
 impl LostTrailer {
-    /// The empty trailer.
+    /// A trailer without words, for events without `sample_id_all`.
     pub const NONE: Self = Self {
         bytes: [0; TRAILER_MAX],
         len: 0,
@@ -114,7 +114,7 @@ impl LostTrailer {
     }
 }
 
-/// An error that occurred while creating a ring or reserving space in it.
+/// Error of creating a ring or of reserving space in it.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum RingError {
@@ -280,10 +280,10 @@ impl Ring {
 
     /// Sets the condition under which the reader is notified.
     ///
-    /// A watermark is the number of bytes written since it was last reached. It is limited to half
-    /// the data area, so that a reader that waits for it wakes before records are lost. 0 selects a
-    /// quarter of the data area, but at least one page and at most half the area. If the reader is
-    /// notified after a number of samples, the default watermark applies as well.
+    /// A watermark is a number of bytes written since the last notification by watermark. It is
+    /// limited to half the data area, so that a waiting reader wakes before records are lost. 0
+    /// selects a quarter of the data area, but at least one page and at most half the area. If the
+    /// reader is notified after a number of samples, the default watermark applies as well.
     pub fn set_wakeup(&self, wakeup: WakeupCondition) {
         let size = self.data_size() as u64;
         let default = (size / 4).max(PAGE_SIZE as u64);
@@ -295,12 +295,12 @@ impl Ring {
         self.protocol.set_wakeup(watermark.min(size / 2).max(1), events);
     }
 
-    /// Sets the event ID in LOST records.
+    /// Sets the event ID that LOST records of this ring contain.
     pub fn set_lost_id(&self, id: u64) {
         self.lost_id.store(id, Relaxed);
     }
 
-    /// Returns the behavior of the ring when full.
+    /// Returns the mode of the ring: what happens when the ring is full.
     pub fn mode(&self) -> RingMode {
         self.mode
     }
@@ -315,8 +315,8 @@ impl Ring {
         self.record_max
     }
 
-    /// Returns the number of pages of the ring, including the control page. This number is charged
-    /// to a memory budget.
+    /// Returns the number of pages of the ring, including the control page. The user is charged for
+    /// this number of pages.
     pub fn pages(&self) -> usize {
         1 + self.data_size() / PAGE_SIZE
     }
@@ -350,7 +350,7 @@ impl Ring {
 
     /// Returns the memfd of the ring, for another process to map. Its size is sealed.
     ///
-    /// A process with the memfd of a [`RingMode::Writable`] ring can write to all of it. This
+    /// A process with the memfd of a [`RingMode::Writable`] ring can write to the whole ring. It
     /// cannot harm the writer but can corrupt the ring for other readers, so each client should
     /// have its own ring.
     pub fn memfd(&self) -> BorrowedFd<'_> {
@@ -410,8 +410,8 @@ impl Ring {
         }
     }
 
-    /// Pauses or resumes the ring. Records in a paused ring are counted as lost, so a reader can
-    /// walk an overwrite ring without being overrun.
+    /// Pauses or resumes the ring. New records of a paused ring are counted as lost. A reader can
+    /// thus read an overwrite ring without being overrun.
     pub fn pause(&self, on: bool) {
         // Relaxed, because a writer that passes the pause check just before this store may still
         // write its record, as if it had written earlier.
@@ -625,7 +625,7 @@ impl RecordReservation<'_> {
         self.left -= len;
     }
 
-    /// Appends a `u64` in native byte order.
+    /// Appends a `u64` in native byte order to the record.
     #[inline]
     pub fn put_u64(&mut self, value: u64) {
         if self.left < 8 {

@@ -6,17 +6,17 @@
 use std::sync::atomic::Ordering::{Acquire, Relaxed, Release};
 use std::sync::atomic::{AtomicBool, AtomicI64, AtomicU16, AtomicU32, AtomicU64, fence};
 
-/// Bit `cap_bit0_is_deprecated` of `capabilities`, so that readers do not mistake bit 0 for
-/// `cap_user_rdpmc`.
+/// Bit `cap_bit0_is_deprecated` of the control page's `capabilities`, which tells readers that bit
+/// 0 has no meaning.
 const CAP_BIT0_IS_DEPRECATED: u64 = 1 << 1;
 /// Value of the control page's `size` field: number of bytes before the reserved words.
 const DEFINED_BYTES: u32 = 96;
 
-/// Number of equal sections of an overwrite ring. For each section, the control page locates a
-/// record.
+/// Number of equal sections of an overwrite ring. The control page contains the position of a
+/// record in each section.
 pub(super) const PARTS: usize = 16;
 
-/// The first page of a ring.
+/// The first page of a ring, which readers and writers share.
 #[repr(C)]
 pub(super) struct ControlPage {
     version: AtomicU32,
@@ -50,10 +50,11 @@ pub(super) struct ControlPage {
 /// The counter fields of the control page: index, offset and times.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct ControlPageCounter {
-    /// Hardware counter index plus one; 0 if the counter is not active, in which case `offset` is
-    /// the whole count.
+    /// Index of the hardware counter for `rdpmc` plus one. 0 means that the counter cannot be read,
+    /// and `offset` is the whole count.
     pub index: u32,
-    /// Value to add to the hardware counter, or the whole count.
+    /// Value to add to the hardware counter to obtain the count, or the whole count if `index` is
+    /// 0.
     pub offset: i64,
     /// Time enabled of the event in nanoseconds, including exited and live children.
     pub time_enabled_ns: u64,

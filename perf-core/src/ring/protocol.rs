@@ -100,11 +100,12 @@ struct HotWords<W> {
     /// Boundary of the old generation: the head position when the generation was closed. The writer
     /// that closes the generation sets this word before it leaves the generation.
     boundary: W,
-    /// `data_head` as last published. Equals the head while there is no writer.
+    /// Value of `data_head` that was last published. Equals the head while no record is being
+    /// written.
     published: W,
-    /// `data_tail` as last read from the control page. Read again only when the free space computed
-    /// from this value is exhausted, because each publication moves the cache line of `data_head`
-    /// and `data_tail` between processors.
+    /// Value of `data_tail` that was last read from the control page. Updated only when the free
+    /// space computed from this value is exhausted, because each publication moves the cache line
+    /// of `data_head` and `data_tail` between processors.
     tail: W,
 }
 
@@ -124,7 +125,8 @@ struct ColdWords<W> {
 /// records that wake the reader.
 struct WakeWords<W> {
     samples: W,
-    /// Highest end position of a record that must wake the reader, or 0 if there is none.
+    /// Highest end position of an unpublished record that must wake the reader, or 0 if there is
+    /// none.
     due: W,
 }
 
@@ -146,13 +148,14 @@ impl RingGeometry {
         if self.overwrite { self.size / 4 } else { self.size }
     }
 
-    /// Returns the number of unpublished bytes at which an ending writer closes its generation.
+    /// Returns the number of unpublished bytes from which on an ending writer closes its
+    /// generation.
     fn close_at(self) -> u64 {
         self.size / 8
     }
 }
 
-/// A reserved range of the ring.
+/// A range of the ring that a writer has reserved.
 #[derive(Debug)]
 pub(super) struct Claim {
     /// Position of the first reserved byte.
@@ -715,9 +718,8 @@ mod tests {
         }
     }
 
-    /// A reservation fails only if the ring was full at a single moment. Space that is freed
-    /// between the loads of the published position and of the head is found, because the two values
-    /// must be consistent.
+    /// A reservation does not fail because of space that is freed between its loads of the
+    /// published position and of the head. It fails only if the ring was full at one moment.
     #[test]
     fn space_freed_between_two_loads_is_found() {
         let ring = stepped_ring(true);

@@ -15,7 +15,7 @@ use super::{DATA_PAGES_MAX, RECORD_SIZE_MAX, Ring, RingMode};
 /// Size of `struct perf_event_header`, in bytes.
 const HEADER_SIZE: usize = 8;
 
-/// An error that occurred while mapping or reading a ring.
+/// Error of mapping or reading a ring.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum RingReadError {
@@ -31,7 +31,7 @@ pub enum RingReadError {
     Corrupt {
         /// Position of the invalid record or head.
         position: u64,
-        /// Description of the inconsistency.
+        /// Description of the invalid content.
         what: &'static str,
     },
     /// The writer of an overwrite ring overwrote records before they were read. Reading continues
@@ -148,9 +148,9 @@ impl RingReader {
     ///
     /// # Errors
     ///
-    /// Returns [`RingReadError::NotARing`] if the file descriptor is not a memfd of a ring's size,
-    /// or if its size is not sealed so that it could shrink under the mapping. Returns
-    /// [`RingReadError::Os`] if it cannot be mapped.
+    /// Returns [`RingReadError::NotARing`] if the file descriptor is not a memfd with the size of a
+    /// ring, or if its size is not sealed. Returns [`RingReadError::Os`] if the memfd cannot be
+    /// mapped.
     pub fn map(fd: BorrowedFd<'_>) -> Result<Self, RingReadError> {
         let seals = mapping::seals(fd).map_err(|_| RingReadError::NotARing {
             what: "the descriptor is not a memfd",
@@ -295,7 +295,7 @@ impl RingReader {
         }
     }
 
-    /// Returns the behavior of the ring when full.
+    /// Returns the mode of the ring: what happens when the ring is full.
     pub fn mode(&self) -> RingMode {
         self.mode
     }

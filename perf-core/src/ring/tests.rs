@@ -1,7 +1,7 @@
 use super::*;
 use std::sync::Arc;
 
-/// Writes a record of `size` bytes in which every word is `tag`.
+/// Writes a record of `size` bytes to a ring. Every word after the header is `tag`.
 fn write(ring: &Ring, size: usize, tag: u64) -> Result<(), RingError> {
     let mut record = ring.begin(size, true)?;
     record.put_u64(9);
@@ -295,8 +295,8 @@ fn charge_lives_as_long_as_ring() {
     assert_eq!(gone(), (1, 1));
 }
 
-/// The size of a batch is a multiple of 8 bytes, at least 8 bytes, and at most an eighth of the
-/// ring or the largest record.
+/// The size of a batch must be a multiple of 8 bytes, at least 8 bytes, and at most an eighth of
+/// the ring or the largest record.
 #[test]
 fn batches_of_invalid_size_are_rejected() {
     for (pages, most) in [(1, 512), (16, 8192), (1024, RECORD_SIZE_MAX)] {
@@ -312,8 +312,7 @@ fn batches_of_invalid_size_are_rejected() {
     }
 }
 
-/// Returns the error of a failed reservation, as the name of the error and the limit or size that
-/// it contains.
+/// Returns the name of a reservation's error, and the limit or size that the error contains.
 fn refused<T>(result: Result<T, RingError>) -> (&'static str, usize) {
     match result {
         Err(RingError::TooLarge { limit, .. }) => ("too large", limit),
@@ -346,7 +345,7 @@ fn record_writes_never_exceed_its_size() {
     assert_eq!(drain(&mut reader), (vec![(16, 7)], 0));
 }
 
-/// Records of invalid size are rejected in a batch.
+/// A batch rejects records of invalid size.
 #[test]
 fn batch_records_of_invalid_size_are_rejected() {
     let ring = ring(1, RingMode::Writable);

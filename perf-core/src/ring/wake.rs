@@ -20,7 +20,7 @@ const HANG_UP: u64 = 1 << 48;
 /// What happened to a ring since its poll state was last taken.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct PollState {
-    /// Records are available, or the event has overflowed.
+    /// `true` if records are available, or if the event has overflowed.
     pub readable: bool,
     /// No more records will follow, because the event reached its overflow limit or its source was
     /// closed.

@@ -14,7 +14,7 @@ pub trait AtomicWord: Send + Sync {
     /// Replaces the value `current` with `new`, with `AcqRel` ordering. If the word has another
     /// value, returns that value as `Err`, loaded with `Acquire` ordering.
     fn swap_if(&self, current: u64, new: u64) -> Result<u64, u64>;
-    /// Adds `value` and returns the previous value.
+    /// Adds `value` to the word and returns the previous value.
     fn fetch_add(&self, value: u64, order: Ordering) -> u64;
     /// Stores the maximum of the current value and `value`, and returns the previous value.
     fn fetch_max(&self, value: u64, order: Ordering) -> u64;

@@ -47,8 +47,8 @@ pub(crate) struct CounterConflict {
 pub(crate) struct CounterAssignments {
     counters: CounterMask,
     free: CounterMask,
-    /// Counters of currently active events. New events use these counters only if no other counter
-    /// fits.
+    /// Counters that active events hold at present. New events use these counters only if no other
+    /// counter fits.
     kept: CounterMask,
     events: SmallVec<[AssignedEvent; 16]>,
     /// For each counter in use, the index in `events` of the event that is assigned to it.
@@ -213,7 +213,7 @@ impl CounterAssignments {
     }
 
     /// Moves each event of an augmenting path, which ends at the free counter `end`, to the next
-    /// counter of the path. Returns the counter that thereby becomes free.
+    /// counter of the path. Returns the counter that becomes free.
     fn shift(&mut self, fits: CounterMask, from: &[u8; CounterMask::MAX_COUNTERS], end: u8) -> u8 {
         let mut to = end;
         self.free = self.free.without(CounterMask::one(end.into()));

@@ -24,8 +24,8 @@ pub(crate) struct Group {
     pub exclusive: bool,
     /// `true` if the group is active.
     pub on: bool,
-    /// `true` if the group is parked, that is, kept outside its queue because it cannot become
-    /// active together with the active pinned groups.
+    /// `true` if the group is parked: it is not in its queue, because it cannot become active
+    /// together with the active pinned groups.
     pub parked: bool,
     /// `true` if the driver rejected the group and a tick will retry it.
     pub refused: bool,
@@ -67,13 +67,13 @@ impl Group {
 pub(crate) enum GroupClass {
     /// Pinned events of the guest, which back its counters.
     Guest,
-    /// Pinned VM-wide events of an operator.
+    /// Pinned events of an operator that are VM-wide.
     PinnedVm,
-    /// Pinned events of an operator on this vCPU.
+    /// Pinned events of an operator for this vCPU only.
     PinnedVcpu,
-    /// Flexible VM-wide events of an operator.
+    /// Flexible events of an operator that are VM-wide.
     FlexibleVm,
-    /// Flexible events of an operator on this vCPU.
+    /// Flexible events of an operator for this vCPU only.
     FlexibleVcpu,
 }
 
@@ -157,7 +157,7 @@ impl GroupQueue {
         (Some(next) != self.head).then_some(next)
     }
 
-    /// Returns an iterator over the groups from first to last.
+    /// Returns an iterator over the groups, from the first to the last.
     pub fn iter<'a>(&self, groups: &'a Table<GroupKey, Group>) -> impl Iterator<Item = GroupKey> + 'a {
         let mut next = self.head;
         let mut left = self.len;

@@ -27,10 +27,11 @@ pub enum SharePolicy {
     /// Guest counters have priority. Operator events share the remaining slots.
     #[default]
     GuestFirst,
-    /// Operator events have priority. A guest counter without a slot enters the error state.
+    /// Operator events have priority. The event of a guest counter without a slot enters the error
+    /// state.
     OperatorFirst,
-    /// Like guest-first, but an event is rejected on open if it could not be active simultaneously
-    /// with all open events of the vCPU.
+    /// Guest counters have priority, and opening an event fails if the event could not be active
+    /// simultaneously with all open events of the vCPU.
     Strict,
 }
 
@@ -256,7 +257,8 @@ pub(crate) enum ClassQueue<'a> {
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct MuxConfig {
     pub policy: MuxPolicy,
-    /// Multiplexing interval, in nanoseconds. Under rotation, every tick ends an interval.
+    /// Multiplexing interval, in nanoseconds. Under [`MuxPolicy::Rotate`], every tick ends an
+    /// interval.
     pub turn_ns: u64,
 }
 

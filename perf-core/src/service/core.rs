@@ -140,7 +140,7 @@ impl CoreInner {
         Guard::new(self.drivers.read().unwrap_or_else(PoisonError::into_inner), held)
     }
 
-    /// Acquires the topology lock if it is free.
+    /// Acquires the topology lock if it is free, without blocking.
     pub fn try_topology(&self) -> Option<LockGuard<'_, Topology>> {
         self.topology.try_lock()
     }
@@ -249,6 +249,6 @@ pub struct VcpuContext {
     /// Reference to [`Context::errors`] of the current context. Separate from `cell`, because it is
     /// read at each VM entry.
     pub(crate) errors: Arc<AtomicU64>,
-    /// Value of [`VcpuContext::errors`] that the vCPU thread has already handled.
+    /// Value of [`VcpuContext::errors`] at the last call of [`VcpuContext::take_errors`].
     pub(crate) handled_errors: AtomicU64,
 }

@@ -1,10 +1,10 @@
-//! Error types of the core.
+//! Error types of calls to the core.
 
 use crate::attr::{AttrError, EventType};
 use crate::pmu::{PmuError, VcpuId};
 use crate::ring::RingError;
 
-/// Error of a control call on an event.
+/// Error of a control call, such as enabling or reading an event.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum ControlError {
@@ -16,7 +16,7 @@ pub enum ControlError {
     NoSpace {
         /// Required size of the buffer, in bytes.
         needed: usize,
-        /// Size of the buffer, in bytes.
+        /// Size of the caller's buffer, in bytes.
         available: usize,
     },
     /// The event does not support the operation.
@@ -70,9 +70,9 @@ pub enum OpenError {
     /// The sampling frequency is above the limit.
     #[error("sampling frequency of {asked} Hz exceeds the limit of {limit} Hz")]
     FrequencyTooHigh {
-        /// Requested frequency, in hertz.
+        /// Requested sampling frequency, in hertz.
         asked: u64,
-        /// Maximum frequency, in hertz.
+        /// Maximum sampling frequency, in hertz.
         limit: u64,
     },
     /// The combination of attributes is invalid.
@@ -92,7 +92,7 @@ pub enum OpenError {
     GroupTooLarge {
         /// Number of events in the group that compete for the suitable slots.
         needed: usize,
-        /// Number of suitable slots.
+        /// Number of slots that can hold these events.
         slots: usize,
     },
     /// All suitable slots of a vCPU are in use, and slots may not be shared.
@@ -104,7 +104,7 @@ pub enum OpenError {
     Overcommitted {
         /// ID of the vCPU whose slots are in use.
         vcpu: VcpuId,
-        /// Number of suitable slots.
+        /// Number of slots that can hold the event.
         slots: usize,
     },
     /// VM-wide events use all suitable slots of each vCPU, and slots may not be shared.
@@ -113,7 +113,7 @@ pub enum OpenError {
         one or allow sharing"
     )]
     OvercommittedVm {
-        /// Number of suitable slots.
+        /// Number of slots that can hold the event.
         slots: usize,
     },
     /// The VMM does not raise a software event with this ID.

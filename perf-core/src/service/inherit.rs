@@ -23,8 +23,8 @@ impl CoreInner {
         })
     }
 
-    /// Returns the groups that a new vCPU inherits: each leader with `inherit`, and its siblings
-    /// regardless of their own `inherit` flags.
+    /// Returns the groups that a new vCPU inherits: those whose leader has `inherit`, regardless of
+    /// the siblings' own `inherit` flags.
     pub fn inherited_groups(&self) -> Vec<Vec<(EventKey, Arc<EventShared>)>> {
         let vm = self.vm.lock();
         let mut groups: Vec<Vec<(EventKey, Arc<EventShared>)>> = vm

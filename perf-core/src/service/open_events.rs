@@ -75,7 +75,8 @@ pub(crate) struct Child {
     pub key: EventKey,
 }
 
-/// The rings of an opened event: its own ring, and the redirections from and to it.
+/// The output of an open event: its own ring, the event to which it is redirected, and the events
+/// that are redirected to it.
 #[derive(Debug, Default)]
 pub(crate) struct OutputState {
     pub own: Option<Arc<Output>>,

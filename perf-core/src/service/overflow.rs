@@ -1,4 +1,4 @@
-//! Overflow service, from the overflow signal of a driver to accounting, records and reports.
+//! Service of overflows: from the overflow signal of a driver to accounting, records and reports.
 
 use std::sync::atomic::Ordering;
 

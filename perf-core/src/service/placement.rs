@@ -1,4 +1,4 @@
-//! Placement of new events and slot availability checks.
+//! Selection of the context and driver of new events, and checks that enough slots exist.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -20,7 +20,7 @@ use crate::service::open_events::EventRef;
 pub(crate) struct Placement {
     pub cell: Arc<ContextCell>,
     pub source: Source,
-    /// The hardware requirements of the new event, if its driver is a hardware driver.
+    /// Counters that the new event needs, or `None` if it needs no slot.
     pub hardware: Option<HardwareNeeds>,
     pub owner: Owner,
 }

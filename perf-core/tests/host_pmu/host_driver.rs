@@ -153,7 +153,7 @@ fn new_period_takes_effect_immediately() {
 }
 
 /// The periods of samples of real page faults add up to the count, except for the unfinished last
-/// period. The period changes during faults, while the event is off, and while its vCPU is
+/// period. The test changes the period during faults, while the event is off, and while its vCPU is
 /// scheduled out.
 #[test]
 fn periods_of_real_samples_add_up_to_the_count() {

@@ -25,7 +25,7 @@ use test_support::skip;
 
 const CYCLES: u64 = 0;
 const MS: u64 = 1_000_000;
-/// Timeout in nanoseconds of CPU time, sufficient for the slowest machine.
+/// Timeout of the tests, in nanoseconds of CPU time. Sufficient for slow machines.
 const PATIENCE_NS: u64 = 120_000 * MS;
 
 /// Returns the probed host PMU. Prints a message and returns `None` if there is no hardware PMU.
@@ -464,8 +464,8 @@ fn agree(passed: u64, counted: u64, later: u64, period: u64) {
     );
 }
 
-/// Overflows are reported at the period by a signal to this thread, and a new period takes effect
-/// while the event runs.
+/// A signal to this thread reports each overflow. If the period changes while the event runs,
+/// overflows follow the new period.
 #[test]
 fn overflows_follow_the_period_also_after_it_changed() {
     let Some(probe) = pmu() else { return };

@@ -1,6 +1,6 @@
-//! System calls of the hot paths with the `clock` driver, counted with ptrace. Clock reads are not
-//! counted, because they take no system call if the vDSO provides the clock. Guest exit and entry
-//! have separate tests.
+//! Tests of the number of system calls on the hot paths of the `clock` driver, counted with ptrace.
+//! Clock reads are not counted, because they take no system call if the vDSO provides the clock.
+//! Guest exit and entry have separate tests.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -131,7 +131,7 @@ fn early_timer_is_armed_once_more() {
     assert_eq!(calls, [SET]);
 }
 
-/// An overflow check after a signal for another event makes no system call.
+/// A check whether an event has overflowed, after a signal for another event, makes no system call.
 #[test]
 fn overflow_check_makes_no_system_call() {
     let setup = || {

@@ -66,7 +66,7 @@ impl GroupFixture {
         self.group.push(opened.unwrap());
     }
 
-    /// Takes `n` page faults without a system call.
+    /// Takes `n` page faults on this thread, without a system call.
     fn fault(&mut self, n: usize) {
         self.fresh.fault(n);
     }
@@ -201,8 +201,8 @@ fn members_do_not_drift_apart_over_random_turns() {
 }
 
 /// A member that joins a running group counts immediately, regardless of the leader's type, and
-/// also after a change of its period. The kernel schedules a fault counter in a group led by a
-/// clock only when the thread is next scheduled, which may be much later.
+/// also after a change of its period. Without special handling, the kernel starts a page fault
+/// counter in a group with a clock as leader only when the thread is next scheduled.
 #[test]
 fn member_joining_running_group_counts_immediately() {
     const TASK_CLOCK: u64 = 1;

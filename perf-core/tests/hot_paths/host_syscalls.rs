@@ -1,6 +1,6 @@
-//! System calls of the hot paths with the `host` driver, counted with ptrace. Servicing an overflow
-//! takes no system call, or one if the period changes. A read takes one system call if counters
-//! cannot be read from user space.
+//! Tests of the number of system calls on the hot paths of the `host` driver, counted with ptrace.
+//! Servicing an overflow takes no system call, or one if the period changes. A read takes one
+//! system call if counters cannot be read from user space.
 #![expect(unsafe_code, reason = "calls of the system")]
 
 use std::sync::Arc;
@@ -56,7 +56,7 @@ impl HostFixture {
         scene
     }
 
-    /// Takes `n` page faults without a system call.
+    /// Takes `n` page faults on this thread, without a system call.
     fn fault(&mut self, n: usize) {
         self.fresh.fault(n);
     }

@@ -321,7 +321,8 @@ fn events_with_different_deadlines_share_the_timer() {
     assert_eq!(events[0].take_overflows(), 0);
 }
 
-/// If another thread arms an event while the guest runs, that thread sets the timer itself.
+/// If another thread arms an event while the guest runs, the timer is armed immediately, not at the
+/// next guest entry.
 #[test]
 fn another_thread_arms_while_the_guest_runs() {
     let (vcpu, clock, pmu) = vcpu_thread(Some(catch_signals()), |clock, send| {

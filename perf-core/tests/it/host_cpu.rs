@@ -79,8 +79,8 @@ fn cpus_clock_is_counted_and_sampled() {
     assert!(stand_for_ns <= clock.read().unwrap().value);
 }
 
-/// A CPU's context is not a vCPU. No VM-wide event counts on it, and its addition and removal write
-/// no records.
+/// VM-wide events do not count in the context of a host CPU, and adding or removing such a context
+/// writes no records.
 #[test]
 fn vm_wide_events_do_not_count_on_a_cpu() {
     let core = core();

@@ -88,7 +88,7 @@ fn started(pmu: &KvmPmu, config: u64, target: PmuTarget) -> Box<dyn PmuEvent> {
     ev
 }
 
-/// Runs a vCPU until it exits, for any reason.
+/// Runs a vCPU with `KVM_RUN` until it exits for any reason.
 fn run(vcpu: &mut VcpuFd) {
     let _any_exit = vcpu.run();
 }

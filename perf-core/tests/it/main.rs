@@ -1,7 +1,7 @@
 //! Integration tests of perf-core in one program, with one module per subject.
 //!
 //! `cargo test --workspace --test it scheduling::` runs one module. `host_pmu`, `hot_paths` and
-//! `ring` are separate programs, for reasons given in their headers.
+//! `ring` are separate programs. Their module comments give the reasons.
 
 mod common;
 

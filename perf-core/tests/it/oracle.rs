@@ -25,7 +25,7 @@ use perf_core::*;
 use proptest::prelude::*;
 use proptest::test_runner::{Config, RngAlgorithm, TestCaseError, TestError, TestRng, TestRunner};
 
-/// Maximum number of vCPUs.
+/// Maximum number of vCPUs in a history.
 const VCPUS: u32 = 3;
 /// Maximum number of events that are open at the same time.
 const EVENTS: usize = 9;
@@ -159,7 +159,7 @@ fn setup() -> impl Strategy<Value = OracleSetup> {
     })
 }
 
-/// An event of the core, with a reader of its ring.
+/// An open event of the core, with a reader of its ring.
 struct TrackedEvent {
     name: u64,
     config: u64,
@@ -167,7 +167,7 @@ struct TrackedEvent {
     ring: Option<RingReader>,
 }
 
-/// The core and the model, driven by the same operations.
+/// The core and the model, on which a test performs the same operations.
 struct CoreAndModel {
     core: PerfCore,
     clock: Arc<ManualClock>,
@@ -502,7 +502,7 @@ impl CoreAndModel {
         Ok(())
     }
 
-    /// Checks the content of an event's ring against the model.
+    /// Reads the records in an event's ring and compares them with the model's expected records.
     fn records(&mut self, n: usize) -> Result<(), String> {
         let open = &mut self.open[n];
         let mut got = Vec::new();

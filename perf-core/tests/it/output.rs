@@ -528,8 +528,8 @@ struct TracedEvent {
 }
 
 /// For random sequences of opening, redirecting, mapping and closing events, each overflow yields a
-/// sample in the right ring, or is reported as lost there and by its event. An event without a ring
-/// loses nothing.
+/// sample in the right ring, or is reported as lost in that ring and by its event. An event without
+/// a ring reports no losses.
 #[test]
 fn p36_every_lost_record_is_reported_under_redirection() {
     let sampling = sim(5)

@@ -151,8 +151,9 @@ fn step() -> impl Strategy<Value = Step> {
 }
 
 proptest! {
-    /// For any operations on an event, the periods of its samples add up to its count: with a
-    /// period or a frequency, driver or raised events, throttled or not.
+    /// For any sequence of operations on an event, the periods of its samples add up to its count.
+    /// This holds with a period or a frequency, for driver events and raised events, throttled or
+    /// not.
     #[test]
     fn periods_of_samples_add_up_to_the_count(
         period in 10u64..200,

@@ -158,8 +158,8 @@ fn words(event: &EventHandle) -> Vec<u64> {
     words.iter().map(|&w| u64::from_ne_bytes(w)).collect()
 }
 
-/// Each event of a group has its own lost count, in readings and in samples, although they share a
-/// ring.
+/// Each event of a group has its own lost count, in readings and in samples, even if the events
+/// share a ring.
 #[test]
 fn lost_count_is_reported_per_event() {
     let m = TestCore::new(4);
@@ -230,7 +230,7 @@ fn family_lost_count_includes_children() {
 fn largest_record_fits_after_lost_record_with_trailer() {
     let m = TestCore::new(4);
     let v = m.vcpu(0);
-    /// Registers whose raw data has a given length.
+    /// Simulated vCPU registers whose raw data has a given length.
     struct Raw(Vec<u8>);
     impl SampleRegs for Raw {
         fn mode(&mut self) -> CpuMode {

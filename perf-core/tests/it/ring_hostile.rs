@@ -18,7 +18,7 @@ const DATA_OFFSET: u64 = 1040;
 const DATA_SIZE: u64 = 1048;
 const PAGE: u64 = PAGE_SIZE as u64;
 
-/// Writes a record header with size `size` at `position`.
+/// Writes the header of a record with size `size` to the ring at position `position`.
 fn header(ring: &File, position: u64, size: u64) {
     poke(ring, PAGE + position % PAGE, u64::from(TAGGED) | size << 48);
 }
@@ -51,7 +51,7 @@ fn size_of_record(record: RawRecord<'_>) -> u64 {
     record.bytes().len() as u64
 }
 
-/// Returns the size of the next record.
+/// Reads the next record and returns its size in bytes, or `None` if the ring is empty.
 fn next_size(reader: &mut RingReader) -> Option<u64> {
     reader.next_record().expect("sound").map(size_of_record)
 }
@@ -97,7 +97,7 @@ fn batch_ends_before_corrupt_record() {
     }
 }
 
-/// The smallest record and a record that ends exactly at the head are valid.
+/// A reader accepts a record of the minimum size and a record that ends exactly at the head.
 #[test]
 fn records_of_limit_sizes_are_valid() {
     for (size, there) in [(8, 8), (24, 24), (PAGE - 16, PAGE - 16)] {

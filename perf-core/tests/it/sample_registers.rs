@@ -125,7 +125,7 @@ fn context_lock_is_free_during_stack_unwinding() {
 }
 
 /// If several events overflow at the same moment, each event has a sample, but the stack is unwound
-/// only once. Registers that no sample requests are not read.
+/// only once. Registers are not read unless a sample requests them.
 #[test]
 fn registers_are_read_once_per_moment_and_on_request_only() {
     let m = TestCore::new(8);

@@ -18,8 +18,8 @@ fn overflows(v: &VcpuContext) -> u32 {
     serve(v).iter().map(|o| o.times).sum()
 }
 
-/// Runs the vCPU for one second, in steps of `step_ns` and with one count per nanosecond, and
-/// returns the number of overflows. Overflows are serviced after each step, and a tick follows
+/// Runs the vCPU for one second in steps of `step_ns` nanoseconds, with one count per nanosecond.
+/// Returns the number of overflows. Overflows are serviced after each step, and a tick follows
 /// after every `steps_per_tick` steps.
 fn overflows_per_second(m: &TestCore, v: &VcpuContext, step_ns: u64, steps_per_tick: u64) -> u32 {
     let mut times = 0;
@@ -303,8 +303,8 @@ fn excessive_period_is_shortened_early() {
     }
 }
 
-/// If the overflow latency of the host is as long as the requested interval, the period grows until
-/// each notification covers one overflow.
+/// If overflows are serviced only once per requested sampling interval, the period grows until each
+/// service finds about one overflow.
 #[test]
 fn frequency_converges_with_late_overflow_notification() {
     let m = TestCore::with(4, |c| c.tick_hz = 250);
@@ -452,8 +452,8 @@ fn overflows_within_a_tick_adjust_frequency_period() {
     assert_eq!(seen, [1, 1, 126, 126, 113]);
 }
 
-/// A ring in overwrite mode is a flight recorder. After it has wrapped, its newest samples can be
-/// read in order, up to the last one.
+/// After a ring in overwrite mode has wrapped, its newest samples can be read in order, up to the
+/// last one.
 #[test]
 fn newest_samples_of_overwrite_ring_can_be_read() {
     let m = TestCore::with(4, |c| c.sample_rate_hz = 1_000_000);

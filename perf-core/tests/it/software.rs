@@ -79,8 +79,9 @@ fn event_without_counter_is_not_dropped() {
     assert_eq!(halts.read().unwrap().value, 0);
 }
 
-/// An overflow limit disables a raised event after exactly the requested number of reports, with
-/// and without registers, and whether the overflows occur in one burst or in several.
+/// An event with an overflow limit that counts raised events is disabled after exactly the
+/// requested number of reports. This holds with and without registers, and for one burst or
+/// several.
 #[test]
 fn refresh_limits_raised_event_with_cookie() {
     for (bursts, with_regs) in [(10, false), (10, true), (1, false), (1, true)] {

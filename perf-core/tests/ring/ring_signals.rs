@@ -34,8 +34,8 @@ fn fill(mut record: RecordReservation<'_>, level: usize, number: u64, in_between
     record.put_u64(((level as u64) << 48 ^ number << 16 ^ 3).wrapping_mul(0x9e37_79b9_7f4a_7c15));
 }
 
-/// Writes two records in one reservation. Signals interrupt the writing of each record, and each
-/// record is followed by another signal.
+/// Writes two records in one reservation. A signal arrives while each record is written, and
+/// another one after each record.
 fn attempt_together(ring: &Ring) {
     let Ok(mut run) = ring.begin_batch(64, 2) else {
         return;

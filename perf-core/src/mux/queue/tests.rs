@@ -36,9 +36,9 @@ fn play(queue: &mut MuxQueue, slots: usize, until_ns: u64, groups: usize) -> Vec
     on_ns
 }
 
-/// Equal groups receive equal shares under rotation, within one interval (P8). For any number of
-/// groups, about a quarter of the slices of each group is read in the middle, if slices have a
-/// middle.
+/// Under round robin, equal groups are active for equal times, within one interval (behavior P8).
+/// About a quarter of the slices of each group is read in the middle, if slices are longer than one
+/// interval.
 #[test]
 fn mid_slice_reads_are_distributed_evenly() {
     for groups in 3..20 {
@@ -140,8 +140,8 @@ fn square(from: u64, to: u64, period: u64) -> f64 {
     2.0 * high as f64 / (to - from) as f64
 }
 
-/// Under the adaptive policy, the one group with a varying rate receives a larger share, and each
-/// steady group at least half of a fair share.
+/// Under the adaptive policy, the only group with a varying rate is active most often, and each
+/// steady group is active for at least half of an equal share.
 #[test]
 fn adaptive_favors_variable_groups_without_starvation() {
     let mut queue = queue(MuxPolicy::Adaptive, 8);
@@ -223,8 +223,8 @@ fn large_group_is_not_starved() {
 }
 
 proptest! {
-    /// For any sequence of calls, groups are neither lost nor duplicated, and active groups are
-    /// exactly those that were taken.
+    /// For any sequence of calls, the queue neither loses nor duplicates a group, and the active
+    /// groups are exactly those that took an offered slot.
     #[test]
     fn groups_are_neither_lost_nor_duplicated(
         adaptive in any::<bool>(),

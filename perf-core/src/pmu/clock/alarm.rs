@@ -23,15 +23,15 @@ use std::io;
 use crate::pmu::clock::MIN_TIMER_NS;
 use crate::pmu::timer::{Timer, wall_ns};
 
-/// Repetition period of a timer that is not re-armed, in nanoseconds.
+/// Period at which the timer repeats after it has expired, until it is re-armed, in nanoseconds.
 const REPEAT_NS: u64 = 64_000_000;
 
-/// Distance of a deadline, in nanoseconds, beyond which the next repetition of a recently expired
-/// timer is early enough.
+/// Minimum time until a deadline, in nanoseconds, for which a recently expired timer is not
+/// re-armed, because its next repetition is early enough.
 const FAR_DEADLINE_NS: u64 = 2 * REPEAT_NS;
 
-/// Maximum time by which a timer may be early without being re-armed, in nanoseconds. Equal to the
-/// minimum timer duration.
+/// Maximum time before the earliest deadline at which the timer may expire without being re-armed,
+/// in nanoseconds. Equal to the minimum timer duration.
 const EARLY_TOLERANCE_NS: u64 = MIN_TIMER_NS;
 
 /// Deadline value of a disarmed event.
@@ -48,7 +48,7 @@ pub(super) struct ClockTimes {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct AlarmSlot(usize);
 
-/// The overflow deadlines of the events, and the state of the timer.
+/// The overflow deadlines of a vCPU's clock events, and the state of the timer that serves them.
 #[derive(Debug, Default)]
 struct AlarmSchedule {
     /// Deadline of each event in guest time, in nanoseconds; [`NEVER`] if the event is disarmed.
@@ -126,7 +126,7 @@ pub(super) struct Alarm {
     plan: AlarmSchedule,
     /// The timer, which is created when the first event is armed.
     timer: Option<Timer>,
-    /// Set once the vCPU's thread has ended or is about to end.
+    /// Set once the vCPU's thread has ended or is about to end. No event can then be added.
     ended: bool,
 }
 
@@ -174,8 +174,8 @@ impl Alarm {
         self.plan.has_expired(wall_ns)
     }
 
-    /// Returns `true` if the timer was last armed for the deadline of the event at index `place`,
-    /// or for a later one, rather than for an earlier deadline of another event.
+    /// Returns `true` if the timer was last armed for the deadline of the event at index `place` or
+    /// for a later deadline.
     pub(super) fn expired_for(&self, place: AlarmSlot) -> bool {
         self.plan
             .deadlines
@@ -200,7 +200,7 @@ impl Alarm {
         }
     }
 
-    /// Disarms the timer until an event is armed. Takes at most one system call.
+    /// Disarms the timer. It stays disarmed until an event is armed. Takes at most one system call.
     pub(super) fn stop(&mut self) {
         let was_set = std::mem::take(&mut self.plan.expiry_ns) != 0;
         if was_set
@@ -395,8 +395,8 @@ mod tests {
     }
 
     /// An overflow whose deadline is nearer than the minimum timer duration is late by at most that
-    /// duration. This occurs if another event is armed immediately before the deadline, after the
-    /// timer expired early because of stolen time.
+    /// duration. The delay occurs if stolen time makes the timer expire early, and another event is
+    /// then armed immediately before the deadline.
     #[test]
     fn deadline_below_minimum_timer_is_late_by_at_most_the_minimum() {
         let mut vcpu = SimulatedVcpu::with(2);
@@ -454,8 +454,8 @@ mod tests {
         assert_eq!((vcpu.sets, vcpu.rings), (4, 4));
     }
 
-    /// A guest that stops and starts its counter continuously costs one call for the first start
-    /// and one call that postpones the timer.
+    /// A guest that stops and starts its counter continuously causes two system calls: one for the
+    /// first start, and one that postpones the timer.
     #[test]
     fn repeated_starts_between_expirations_arm_timer_twice() {
         let mut vcpu = SimulatedVcpu::with(1);
@@ -471,8 +471,8 @@ mod tests {
         assert_eq!((vcpu.sets, vcpu.rings), (2, 0));
     }
 
-    /// After an overflow without re-arming, the timer is not armed for a distant deadline. Its next
-    /// repetition detects that deadline and arms the timer.
+    /// After an overflow, the timer is not armed for a deadline that is far away. The timer's next
+    /// repetition detects this deadline and arms the timer for it.
     #[test]
     fn distant_deadline_is_armed_at_next_repetition() {
         let mut vcpu = SimulatedVcpu::with(1);
@@ -510,9 +510,8 @@ mod tests {
         assert!(!plan.has_no_deadline());
     }
 
-    /// An expiry of the timer is attributed only to the event with the earliest deadline.
-    /// Otherwise, an event with a later deadline would treat it as its own early expiry and extend
-    /// its next timer.
+    /// An expiry of the timer is attributed only to the event with the earliest deadline. An event
+    /// with a later deadline does not treat the expiry as its own and extend its next timer.
     #[test]
     fn expiry_is_attributed_to_earliest_deadline() {
         let mut alarm = Alarm::default();

@@ -40,8 +40,8 @@ use crate::pmu::host::fd::{PerfFd, PerfMap, new_attr};
 /// phase with them.
 pub(crate) const TICK_PERIOD_NS: u64 = 997_003;
 
-/// Ring size, as the base-2 logarithm of the number of pages. 16 KiB of 8-byte records hold two
-/// seconds of ticks between drains.
+/// Base-2 logarithm of the number of data pages of the ring. 16 KiB of 8-byte records hold the
+/// samples of two seconds.
 const RING_LOG2_PAGES: u32 = 2;
 
 /// Guest time after which the ring of host samples is accepted or rejected, in ticks.
@@ -96,13 +96,13 @@ pub(crate) enum PrivilegeLevel {
     Kernel,
 }
 
-/// A timer that kicks the vCPU once per tick.
+/// A timer that kicks the vCPU once per [`TICK_PERIOD_NS`].
 #[derive(Debug)]
 struct Kicks {
     timer: Timer,
-    /// Duration that the timer was last armed with, in nanoseconds.
+    /// Duration for which the timer was last armed, in nanoseconds.
     wait_ns: u64,
-    /// Guest time at which the timer was last armed for a full wait, in nanoseconds.
+    /// Guest time at which the timer was last armed for a whole tick, in nanoseconds.
     set_at_ns: u64,
     /// Time until the next kick, in nanoseconds, when the last started event stopped.
     left_ns: u64,
@@ -167,14 +167,14 @@ pub(crate) struct CplAttribution {
     /// Guest time at which the unattributed time of the current span begins, in nanoseconds. Valid
     /// only while `users > 0`.
     mark_ns: u64,
-    /// Unattributed guest time of earlier spans, in nanoseconds.
+    /// Guest time of earlier spans that has not been attributed yet, in nanoseconds.
     carry_ns: u64,
     /// `watched_ns`: guest time for which the ring was observed, excluding the current span.
     /// `watched_from_ns`: guest time at which the observation in the current span started.
     watched_ns: u64,
     watched_from_ns: u64,
-    /// `seen_guest`: number of guest samples in the observed ring. `seen_user`: number of those at
-    /// CPL3. `kicked_user`: number of kicks that found the guest at CPL3.
+    /// `seen_guest`: number of guest samples in the observed ring. `seen_user`: number of these
+    /// samples at CPL3. `kicked_user`: number of kicks that found the guest at CPL3.
     seen_guest: u64,
     seen_user: u64,
     kicked_user: u64,
@@ -195,7 +195,8 @@ impl CplAttribution {
         self.source = LevelSource::KernelRingInterpreted;
     }
 
-    /// Starts an event that counts a single privilege level, at guest time `now_ns`.
+    /// Records that an event that counts a single privilege level is started at guest time
+    /// `now_ns`.
     pub(crate) fn start(&mut self, signal: Option<i32>, now_ns: u64) -> io::Result<()> {
         if self.users == 0 {
             self.signal = signal;
@@ -207,7 +208,7 @@ impl CplAttribution {
         Ok(())
     }
 
-    /// Stops an event that counts a single privilege level.
+    /// Records that an event that counts a single privilege level is stopped.
     pub(crate) fn stop(&mut self, now_ns: u64) {
         self.drain_ring(now_ns);
         self.users = self.users.saturating_sub(1);
@@ -231,7 +232,7 @@ impl CplAttribution {
         }
     }
 
-    /// Returns the guest time attributed to `level` so far, in nanoseconds.
+    /// Returns the guest time attributed to privilege level `level` so far, in nanoseconds.
     pub(crate) fn read(&mut self, level: PrivilegeLevel, now_ns: u64) -> u64 {
         self.drain_ring(now_ns);
         match level {
@@ -272,7 +273,7 @@ impl CplAttribution {
         }
     }
 
-    /// Returns `true` if the vCPU's thread must report levels after kicks.
+    /// Returns `true` if the vCPU's thread must report the privilege level after each kick.
     pub(crate) fn uses_kicks(&self) -> bool {
         self.users > 0 && self.kicks.is_some()
     }
@@ -347,8 +348,8 @@ impl CplAttribution {
         }
     }
 
-    /// Distributes the guest time that is not attributed yet to user and kernel mode, in proportion
-    /// to the numbers of samples `user` and `kernel`.
+    /// Attributes the guest time that has not been attributed yet. Divides it between user and
+    /// kernel mode in proportion to the numbers of samples `user` and `kernel`.
     #[expect(clippy::cast_possible_truncation, reason = "a part of a number of 64 bits")]
     fn attribute_pending(&mut self, user: u64, kernel: u64, now_ns: u64) {
         let looks = user + kernel;
@@ -365,8 +366,8 @@ impl CplAttribution {
 
     /// Chooses between the ring and the kicks after the ring was observed for long enough.
     ///
-    /// An emulated host shows a biased part of the guest, so its ring is rejected. Kicks cost more
-    /// but are correct. No choice is made while the guest has not run at CPL3.
+    /// The ring of an emulated host is rejected, because its samples show only some of the guest's
+    /// time. Kicks cost more but are correct. No choice is made before the guest has run at CPL3.
     fn evaluate_ring(&mut self, now_ns: u64) {
         let watched_ns = self.watched_ns + now_ns.saturating_sub(self.watched_from_ns);
         if watched_ns < EVALUATION_TICKS * TICK_PERIOD_NS {
@@ -397,8 +398,9 @@ impl CplAttribution {
 }
 
 /// Returns `Some(true)` if the ring of host samples is trustworthy, `Some(false)` if it is not, and
-/// `None` if it is too early to decide. In `expected` ticks, the ring received `seen_guest` guest
-/// samples, `seen_user` of them at CPL3, and `kicked_user` kicks found the guest at CPL3.
+/// `None` if it is too early to decide. `expected` is the number of ticks of the observation,
+/// `seen_guest` the number of guest samples in the ring, `seen_user` the number of these samples at
+/// CPL3, and `kicked_user` the number of kicks that found the guest at CPL3.
 fn is_ring_trustworthy(seen_guest: u64, seen_user: u64, kicked_user: u64, expected: u64) -> Option<bool> {
     if seen_guest * 4 < expected * 3 {
         Some(false)
@@ -449,7 +451,8 @@ mod tests {
     }
 
     proptest! {
-        /// For any ticks, attributed time never decreases and never exceeds the guest time.
+        /// For any sequence of ticks, the attributed time never decreases and never exceeds the
+        /// guest time.
         #[test]
         fn attribution_is_monotonic_and_bounded(steps in prop::collection::vec((0u64..5_000_000, 0u8..4), 0..200)) {
             let mut split = running();

@@ -47,8 +47,8 @@ impl TimerSlack {
         }
     }
 
-    /// Records that a timer expired `over_ns` after the guest had run long enough. Gradually
-    /// reduces an extension that is larger than necessary.
+    /// Records that a timer expired `over_ns` after the guest had run long enough. The extension of
+    /// later timers is then gradually reduced.
     fn record_late_expiry(&mut self, over_ns: u64) {
         if over_ns > self.ns / 4 {
             self.ns -= self.ns.div_ceil(64);
@@ -195,7 +195,7 @@ impl ClockEvent {
         Ok(())
     }
 
-    /// Disarms the alarm for this event.
+    /// Disarms the vCPU's alarm for this event.
     fn disarm(&mut self) {
         self.armed_at = None;
         if let Some(place) = self.place {
@@ -364,7 +364,7 @@ mod tests {
     }
 
     proptest! {
-        /// A timer set for n cycles never expires before n cycles have passed.
+        /// The time computed for n cycles is long enough for n cycles.
         #[test]
         fn time_for_n_cycles_contains_n_cycles(cycles in 0u64..1 << 48, khz in 1u32..6_000_000) {
             prop_assert!(cycles_of_ns(ns_for_cycles(cycles, khz), khz) >= cycles);
@@ -430,8 +430,8 @@ mod tests {
     }
 
     /// Returns the delays of the overflows of a guest with a sampling period of `period_ns`, in
-    /// guest time. Each element of `turns` describes one interval: the vCPU thread has its CPU for
-    /// the first number of nanoseconds, and then loses it for the second number.
+    /// guest time. Each element of `turns` contains the time for which the vCPU's thread has a CPU
+    /// and the time for which it then waits for a CPU, in nanoseconds.
     fn lateness(period_ns: u64, turns: &[(u64, u64)]) -> Vec<u64> {
         let mut event = event(CountedTime::All);
         let (mut wall_ns, mut guest_ns, mut late) = (0, 0, Vec::new());

@@ -119,8 +119,8 @@ impl ClockPmu {
         self.lock().get(&vcpu).cloned()
     }
 
-    /// Returns `true` if an event with `attr` counts an estimate because it counts one privilege
-    /// level only.
+    /// Returns `true` if the count of an event with attributes `attr` is an estimate, because the
+    /// event counts only one privilege level.
     #[must_use]
     pub fn is_estimate(attr: &Attr) -> bool {
         attr.ty == EventType::CLOCK && attr.exclude_user != attr.exclude_kernel

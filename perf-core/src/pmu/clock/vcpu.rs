@@ -20,7 +20,8 @@ use super::cpl::{CplAttribution, PrivilegeLevel};
 use crate::pmu::host::fd::current_tid;
 use crate::pmu::timer::{clock_ns, wall_ns};
 
-/// Maximum number of attempts of a reader before it returns only the finished intervals.
+/// Maximum number of attempts to read the clock consistently. After these attempts, a reader
+/// returns the guest time of the finished intervals only.
 const READ_TRIES: usize = 64;
 
 /// Maximum length of an exit without a second reading of the thread time, in nanoseconds. After
@@ -33,10 +34,10 @@ const READ_TRIES: usize = 64;
 /// a sample with a call chain needs less than this time, even on emulated hosts.
 const MAX_SHORT_EXIT_NS: u64 = 100_000;
 
-/// Guest run time of one vCPU.
+/// The clock of one vCPU, which advances with the vCPU's guest run time.
 ///
-/// Created once per vCPU with the ID of its thread. That thread, which brackets `KVM_RUN`, shares
-/// the clock (`Arc`) with the [`super::ClockPmu`], whose events read it.
+/// Created once per vCPU with the ID of its thread. The thread and the [`super::ClockPmu`], whose
+/// events read the clock, share it (`Arc`).
 #[derive(Debug)]
 pub struct VcpuClock {
     tid: i32,
@@ -63,7 +64,7 @@ pub struct VcpuClock {
     /// when the interval began.
     late_ns: AtomicU64,
     late_epoch: AtomicU64,
-    /// Serializes the threads that supply `late_*`.
+    /// Lock of the threads that supply `late_*`.
     late_lock: Mutex<()>,
     /// Attribution of guest time to privilege levels. Used only while an event counts a single
     /// level.

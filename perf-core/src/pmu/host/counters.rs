@@ -21,8 +21,8 @@ use crate::pmu::CounterMask;
 /// Maximum number of counters for which a probe searches.
 const MAX_COUNTERS: usize = 32;
 
-/// Events of fixed-function counters (Intel SDM volume 3, "Fixed-Function Performance Counters"),
-/// with perf's names, and the equivalent event select and unit mask.
+/// Events that fixed-function counters hold (Intel SDM volume 3, "Fixed-Function Performance
+/// Counters"): perf's name, the generic event, and the equivalent event select and unit mask.
 const FIXED: [(&str, u32, u64); 3] = [
     ("instructions", b::PERF_COUNT_HW_INSTRUCTIONS, 0x00C0),
     ("cycles", b::PERF_COUNT_HW_CPU_CYCLES, 0x003C),
@@ -37,9 +37,9 @@ const RAW_EVENT: u64 = 0xFFFF | 1 << 18 | 1 << 21 | 1 << 23 | 0xFF << 24;
 /// An event that the probe opens to test whether a counter is available.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct ProbeEvent {
-    /// Value of `perf_event_attr.type`.
+    /// Value of `perf_event_attr.type` for the event.
     pub ty: EventType,
-    /// Value of `perf_event_attr.config`.
+    /// Value of `perf_event_attr.config` for the event.
     pub config: u64,
 }
 
@@ -91,11 +91,11 @@ pub struct FixedCounter {
 /// The counters that are available to one thread of the host.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct HostCounters {
-    /// Number of free general-purpose counters.
+    /// Number of free general-purpose counters of the thread.
     pub general: usize,
-    /// Number of existing general-purpose counters, including those in use.
+    /// Number of general-purpose counters that exist, including those in use.
     pub general_there: usize,
-    /// Existing fixed-function counters.
+    /// Fixed-function counters that exist, including those in use.
     pub fixed: Vec<FixedCounter>,
 }
 
@@ -232,7 +232,7 @@ impl HostCounters {
     }
 }
 
-/// Returns the largest number of copies of `event` that `go` accepts.
+/// Returns the largest number of copies of `event` that `go` accepts as a set.
 fn max_accepted(mut go: impl FnMut(&[ProbeEvent]) -> bool, event: ProbeEvent) -> usize {
     let events = [event; MAX_COUNTERS];
     let (mut fits, mut fails) = (0, MAX_COUNTERS + 1);
@@ -255,7 +255,7 @@ mod tests {
     use crate::pmu::{Pmu, PmuEvent, PmuTarget, VcpuId};
     use proptest::prelude::*;
 
-    /// A simulated host on which events are tested.
+    /// A simulated host that the probe tests.
     struct SimulatedProbe(SimHost);
 
     impl SimulatedProbe {
@@ -401,8 +401,8 @@ mod tests {
     }
 
     /// A raw event that is equivalent to a fixed-function event may use the fixed-function counter,
-    /// whichever privilege levels it counts. A raw event with another unit mask, edge detection,
-    /// inversion or a counter mask may not.
+    /// whichever privilege levels it counts. A raw event with a different unit mask, or with edge
+    /// detection, inversion or a counter mask, may not use it.
     #[test]
     fn equivalent_raw_events_use_fixed_counters() {
         let found = find(SimHost::intel(4), false);
@@ -419,8 +419,8 @@ mod tests {
     }
 
     proptest! {
-        /// On any host, with any counters in use, the events that the probe reports to fit count
-        /// together, and no additional event does.
+        /// On any host, with any counters in use, the number of events that the probe reports can
+        /// count together, and no further event can.
         #[test]
         fn probed_capacity_is_exact(general in 0usize..9, fixed: bool, taken in 0u64..4096, watchdog: bool) {
             let mut host = if fixed { SimHost::intel(general) } else { SimHost::amd(general) };

@@ -12,7 +12,7 @@ use std::{
     sync::atomic::{AtomicI32, AtomicU32, Ordering},
 };
 
-/// Environment variable that names the file.
+/// Name of the environment variable that names the file.
 #[cfg(debug_assertions)]
 const FILE: &str = "PERFVISOR_TEST_PERF_OPEN";
 

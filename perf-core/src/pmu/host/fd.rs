@@ -17,11 +17,11 @@ use sys::bindings::{perf_event_attr, perf_event_header, perf_event_mmap_page};
 use super::fault;
 use super::opener::{self, EventOpenRequest, HostTarget, OverflowSignal};
 
-/// Maximum number of attempts to open an event when signals interrupt the open. If signals also
-/// interrupt the last attempt, the open fails, and the event is opened later.
+/// Maximum number of attempts to open an event if signals interrupt the call. The open fails if a
+/// signal interrupts the last attempt.
 const MAX_OPEN_ATTEMPTS: u32 = 64;
-/// A period so long that it never elapses (36 years of nanoseconds). An event with this period is
-/// *parked*: it stays open in the kernel at no cost until an ioctl sets a real period.
+/// Sampling period that never elapses in practice (36 years in nanoseconds). An event with this
+/// period is *parked*: it stays open in the kernel at no cost until an ioctl sets a real period.
 pub(crate) const PARKED_PERIOD: u64 = 1 << 60;
 
 /// Read format that [`PerfFd::read_timed`] requires: time enabled and time running.
@@ -38,7 +38,7 @@ pub(crate) struct TimedCount {
     pub(crate) running_ns: u64,
 }
 
-/// Returns the calling thread's ID, cached per thread.
+/// Returns the calling thread's ID, which is cached for each thread.
 #[expect(
     clippy::cast_possible_truncation,
     reason = "the kernel gives an id of 32 bits"
@@ -174,7 +174,7 @@ impl PerfFd {
         check(unsafe { sys::ioctls::DISABLE(self.fd.as_raw_fd(), 0) }).map(drop)
     }
 
-    /// Enables or disables the event.
+    /// Enables or disables the event, as `on` requests.
     pub(super) fn set_enabled(&self, on: bool) -> io::Result<()> {
         if on { self.enable() } else { self.disable() }
     }
@@ -207,8 +207,8 @@ impl PerfFd {
         check(rc).map(drop)
     }
 
-    /// Reads the count. Returns `None` if the event is in the error state (a pinned event that lost
-    /// its counter reads as end of file).
+    /// Reads the count of the event. Returns `None` if the event is in the error state (a pinned
+    /// event that lost its counter reads as end of file).
     pub(crate) fn read_count(&self) -> io::Result<Option<u64>> {
         let mut value = 0u64;
         // SAFETY: the buffer is eight writable bytes and the event was opened without a read
@@ -354,7 +354,7 @@ impl Drop for PerfMap {
 /// words are discarded.
 const MAX_PAYLOAD_WORDS: usize = 4;
 
-/// The type and `misc` fields of a record header.
+/// The type and `misc` fields of the header of a record.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct RecordHead {
     pub(crate) type_: u32,

@@ -37,7 +37,7 @@ pub(super) const MAX_MEMBERS: usize = 15;
 pub(super) struct KernelGroup {
     /// Thread or CPU on which the events of the group count.
     pub(super) counted: HostTarget,
-    /// Set if the leader, and thus the whole group, is pinned.
+    /// Set if the leader is pinned. The whole group is then pinned.
     pub(super) pinned: bool,
     leader: Arc<PerfFd>,
     leader_id: u64,
@@ -201,7 +201,7 @@ impl KernelGroup {
         self.count.get()
     }
 
-    /// Returns the count of `member` while the group is disabled.
+    /// Returns the count of `member`, or `None` if the group is enabled or cannot be read.
     pub(super) fn read_member(&self, member: &GroupMember) -> Option<u64> {
         if member.count.get().is_none() {
             self.read_all();

@@ -33,8 +33,8 @@ pub struct GuestSamplingEvent {
 }
 
 impl GuestSamplingEvent {
-    /// Opens a stopped clock event that samples thread `tid` once per `period_ns` of CPU time, or
-    /// per [`MIN_CLOCK_PERIOD_NS`] if that is longer.
+    /// Opens a stopped clock event that samples thread `tid` once per `period_ns` nanoseconds of
+    /// CPU time, but at most once per [`MIN_CLOCK_PERIOD_NS`].
     ///
     /// # Errors
     /// Returns a [`PmuError`], for example with `EACCES` if `perf_event_paranoid` denies the event.
@@ -80,9 +80,10 @@ impl GuestSamplingEvent {
         self.fd.signal_thread(tid, signal)
     }
 
-    /// Enables or disables the event.
+    /// Enables or disables the sampling event.
     ///
     /// # Errors
+    ///
     /// Returns the error of `ioctl(2)`.
     pub fn set_enabled(&self, on: bool) -> io::Result<()> {
         self.fd.set_enabled(on)
@@ -100,11 +101,12 @@ impl AsFd for GuestSamplingEvent {
 pub enum SampleOrigin {
     /// The guest at privilege level 3.
     GuestUser,
-    /// The guest at another privilege level.
+    /// The guest at privilege level 0, 1 or 2.
     GuestKernel,
-    /// The host kernel, either in KVM's own work or in guest time that this host does not mark.
+    /// The host kernel, for example KVM itself. On a host that does not mark guest samples,
+    /// possibly the guest.
     HostKernel,
-    /// The VMM.
+    /// User space of the host, that is, the VMM.
     HostUser,
 }
 
@@ -144,7 +146,7 @@ impl HostRecord for GuestSample {
     }
 }
 
-/// A record of a [`HostRing`].
+/// A type of record that is read from a [`HostRing`].
 pub trait HostRecord: Sized {
     /// Decodes a record of type `ty` from the first words of its payload. Returns `None` for
     /// records of other types.
@@ -154,7 +156,7 @@ pub trait HostRecord: Sized {
 /// Number of lost records and of throttles that a ring reported while it was drained.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct HostRingStats {
-    /// Number of lost records.
+    /// Number of records that were lost.
     pub lost: u64,
     /// Number of times that the kernel throttled sampling.
     pub throttled: u64,
@@ -181,9 +183,10 @@ impl<R: HostRecord> HostRing<R> {
         Ok(Self { fd, map, records })
     }
 
-    /// Enables or disables the event.
+    /// Enables or disables the event that writes to this ring.
     ///
     /// # Errors
+    ///
     /// Returns the error of `ioctl(2)`.
     pub fn set_enabled(&self, on: bool) -> io::Result<()> {
         self.fd.set_enabled(on)

@@ -14,10 +14,10 @@ use crate::pmu::timer::Timer;
 /// First polling interval, in nanoseconds. Each further interval is twice as long, up to
 /// [`MAX_INTERVAL_NS`].
 const FIRST_INTERVAL_NS: u64 = 100_000;
-/// Maximum polling interval, in nanoseconds.
+/// Maximum interval at which an overflow is polled for, in nanoseconds.
 const MAX_INTERVAL_NS: u64 = 10_000_000;
 
-/// The polling for a late overflow of one event.
+/// The state of the polling for a late overflow of one event.
 #[derive(Debug, Default)]
 pub(super) struct LateOverflowPoll {
     /// Polling timer, which is created on first use.

@@ -77,7 +77,7 @@ enum HostEventClass {
     Software,
 }
 
-/// A driver for either the hardware events or the software events of the host kernel.
+/// A driver for perf events of the host kernel, either hardware events or software events.
 #[derive(Debug)]
 pub struct HostPmu {
     class: HostEventClass,
@@ -102,7 +102,8 @@ impl HostPmu {
         }
     }
 
-    /// Creates the driver of the host's software events.
+    /// Creates the driver of the host kernel's software events. Overflows send `signal` to the
+    /// vCPU's thread.
     #[must_use]
     pub fn software(signal: Option<i32>) -> Self {
         Self {
@@ -114,8 +115,8 @@ impl HostPmu {
         }
     }
 
-    /// Converts an error of `perf_event_open(2)`. `guest` is set if the event counts a guest on the
-    /// hardware PMU.
+    /// Converts an error of `perf_event_open(2)` to a [`PmuError`]. `guest` is set if the event
+    /// counts a guest on the hardware PMU.
     fn open_error(source: io::Error, guest: bool) -> PmuError {
         match source.raw_os_error() {
             Some(libc::EOPNOTSUPP | libc::EBUSY) if guest => PmuError::Mediated(source),
@@ -287,8 +288,8 @@ struct HostEvent {
     /// Registration of this clock event for the limit on overflow rates. Each overflow of a clock
     /// event takes a kernel timer interrupt.
     ringing: ClockRate,
-    /// Set for a software event that the kernel increments at each occurrence, unlike a hardware
-    /// counter or a clock.
+    /// Set for a software event that the kernel counts one by one, such as a page fault, rather
+    /// than a hardware counter or a clock.
     one_by_one: bool,
     on: bool,
     /// Period that is set in the kernel, or [`PARKED_PERIOD`] if the event must not overflow.
@@ -299,10 +300,10 @@ struct HostEvent {
     /// Set once a message about the temporary loss of the counter has been logged.
     loss_logged: bool,
     last_count: u64,
-    /// Set if the event may have counted since `last_count` was read.
+    /// Set if the event may have counted since `last_count` was updated.
     stale: bool,
     armed_at: Option<u64>,
-    /// Minimum period that the kernel accepts for the event, as far as it is known.
+    /// Minimum period that the kernel accepts for the event, as far as known.
     floor: PeriodFloor,
     /// Polling for an overflow that is closer than the minimum period.
     late: LateOverflowPoll,

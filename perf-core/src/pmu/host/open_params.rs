@@ -1,4 +1,4 @@
-//! Opens host events, alone or in the group of another event.
+//! Opening of host events, alone or in the kernel group of another event.
 
 use std::io;
 use std::sync::Arc;
@@ -16,7 +16,7 @@ use super::{HostPmu, HostTarget, OverflowSignal};
 pub(super) struct OpenParams {
     pub(super) raw: perf_event_attr,
     pub(super) counted: HostTarget,
-    /// Thread that receives the overflow signal.
+    /// ID of the thread that receives the overflow signal.
     pub(super) signal_tid: i32,
     pub(super) signal: Option<i32>,
     pub(super) hardware: bool,

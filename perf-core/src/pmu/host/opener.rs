@@ -21,7 +21,7 @@ const F_SETSIG: libc::c_int = 10;
 const F_SETOWN_EX: libc::c_int = 15;
 const F_OWNER_TID: libc::c_int = 0;
 
-/// `struct f_owner_ex` of `fcntl(2)`.
+/// The type `struct f_owner_ex` of `fcntl(2)`.
 #[repr(C)]
 struct FOwnerEx {
     kind: libc::c_int,
@@ -93,7 +93,7 @@ impl EventOpener for SyscallOpener {
     }
 }
 
-/// Calls `perf_event_open(2)`.
+/// Calls `perf_event_open(2)` with the attributes, target and group of a request.
 fn perf_event_open(request: &EventOpenRequest<'_>) -> io::Result<OwnedFd> {
     let (pid, cpu) = match request.counted {
         HostTarget::Thread(tid) => (tid, -1),
@@ -125,7 +125,7 @@ fn perf_event_open(request: &EventOpenRequest<'_>) -> io::Result<OwnedFd> {
     Ok(unsafe { OwnedFd::from_raw_fd(fd) })
 }
 
-/// Sets the number of the signal that overflows of `event` send, and the thread that receives it.
+/// Makes each overflow of `event` send a signal to a thread, with `fcntl(2)`.
 fn set_overflow_signal(event: BorrowedFd<'_>, overflow: OverflowSignal) -> io::Result<()> {
     let fd = event.as_raw_fd();
     let owner = FOwnerEx {

@@ -44,7 +44,7 @@ const ALWAYS_COUNTED: [u32; 5] = [
 /// A generic hardware event, and whether it can count a guest on this host.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct GenericEvent {
-    /// perf's name of the event.
+    /// Name that perf uses for the event.
     pub name: String,
     /// Value of `config` for the event.
     pub config: u64,
@@ -57,7 +57,7 @@ pub struct GenericEvent {
 /// Capabilities of the host's perf events, probed on the calling thread.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct HostProbe {
-    /// `true` if the host has a hardware PMU that this process may use.
+    /// `true` if the host has a hardware PMU whose events this process may count.
     pub hardware_pmu: bool,
     /// Counters that are available to one thread of the host.
     pub counters: HostCounters,
@@ -150,7 +150,7 @@ impl HostProbe {
         }
     }
 
-    /// Returns the number of hardware events of any type that can be scheduled at the same time.
+    /// Returns the number of free hardware counters, general-purpose and fixed-function.
     #[must_use]
     pub fn slots(&self) -> usize {
         self.counters.free()
@@ -276,7 +276,7 @@ trait ProbeEvents: ProbePmu {
     /// Checks that a generic event that counts the guests of this thread can be opened. Closes the
     /// event.
     fn open_guest(&mut self, config: u32) -> io::Result<()>;
-    /// Returns `true` if a generic event that counts only the host can be opened.
+    /// Returns `true` if the host can open a generic event that does not count guests.
     fn opens_on_host(&mut self, config: u32) -> bool;
     /// Returns `true` if a generic event on this thread advances.
     fn counts(&mut self, config: u32) -> bool;
@@ -374,9 +374,9 @@ fn is_rdpmc_usable() -> bool {
     })
 }
 
-/// Runs `attempt` in a forked child and returns `true` if it returned `true` there. `attempt` may
-/// only make system calls, because other threads' locks, including the allocator's, may remain
-/// locked in the child.
+/// Calls `attempt` in a forked child process. Returns `true` if `attempt` returned `true` and the
+/// child did not crash. `attempt` may only make system calls, because other threads' locks,
+/// including the allocator's, may remain locked in the child.
 fn succeeds_in_child(attempt: impl FnOnce() -> bool) -> bool {
     // SAFETY: the child only makes system calls (see above) and exits with `_exit`, so it runs no
     // destructors or exit handlers of this process.

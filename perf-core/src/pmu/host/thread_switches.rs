@@ -65,7 +65,7 @@ pub struct ThreadSwitch {
     pub kind: ThreadSwitchKind,
 }
 
-/// The mapped ring of [`ThreadSwitches`].
+/// The mapped ring of a [`ThreadSwitches`] event.
 pub type ThreadSwitchRing = HostRing<ThreadSwitch>;
 
 impl HostRecord for ThreadSwitch {

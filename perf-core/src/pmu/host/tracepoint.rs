@@ -21,8 +21,8 @@ pub struct Tracepoint {
 }
 
 impl Tracepoint {
-    /// Opens tracepoint `id` (the `id` file of the tracepoint in tracefs) on thread `tid` in the
-    /// stopped state.
+    /// Opens a tracepoint on thread `tid` in the stopped state. `id` is the number in the
+    /// tracepoint's `id` file in tracefs.
     ///
     /// # Errors
     /// Returns the error of `perf_event_open(2)`: `EACCES` or `EPERM` if the caller may not trace

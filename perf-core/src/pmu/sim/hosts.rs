@@ -1,5 +1,5 @@
-//! Descriptions of real PMUs for simulation: general-purpose counters, and fixed-function counters
-//! that hold one event each.
+//! Descriptions of real PMUs that [`super::SimPmu`] can simulate: general-purpose counters, and
+//! fixed-function counters that hold one event each.
 
 use std::collections::BTreeMap;
 
@@ -10,9 +10,9 @@ use crate::pmu::CounterMask;
 /// counters.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct SimHost {
-    /// Number of general-purpose counters.
+    /// Number of general-purpose counters of the PMU.
     pub general: usize,
-    /// Fixed-function counters.
+    /// Fixed-function counters of the PMU.
     pub fixed: Vec<SimFixedCounter>,
     /// Counters that another user of the PMU holds.
     pub taken: CounterMask,
@@ -23,7 +23,7 @@ pub struct SimHost {
 pub struct SimFixedCounter {
     /// Value of `config` for the event that the counter holds.
     pub config: u64,
-    /// `true` if general-purpose counters can hold the event too.
+    /// `true` if general-purpose counters can hold the event of this counter too.
     pub general_too: bool,
 }
 
@@ -63,8 +63,8 @@ impl SimHost {
         }
     }
 
-    /// Returns this host with an active NMI watchdog, which counts cycles on the fixed-function
-    /// counter or, without one, on a general-purpose counter.
+    /// Returns this host with an active NMI watchdog. The watchdog holds the fixed-function counter
+    /// of cycles or, if there is none, a general-purpose counter.
     #[must_use]
     pub fn with_watchdog(self) -> Self {
         let held = match self.fixed.iter().position(|f| f.config == Self::CYCLES) {
@@ -74,7 +74,7 @@ impl SimHost {
         self.with_taken(held)
     }
 
-    /// Returns this host with counter `n` held by another user.
+    /// Returns this host with counter `n` in use by another user.
     #[must_use]
     pub fn with_taken(self, n: usize) -> Self {
         Self {
@@ -83,7 +83,7 @@ impl SimHost {
         }
     }
 
-    /// Returns this host with all counters free.
+    /// Returns this host with all counters free, none in use by another user.
     #[must_use]
     pub fn without_taken(self) -> Self {
         Self {

@@ -30,7 +30,7 @@ impl FreshPages {
         }
     }
 
-    /// Takes `n` page faults without a system call.
+    /// Touches `n` fresh pages, which takes `n` page faults and no system call.
     pub fn fault(&mut self, n: usize) {
         for _ in 0..n {
             assert!(self.touched < self.pages, "no page is left");
@@ -48,7 +48,7 @@ impl Drop for FreshPages {
     }
 }
 
-/// Takes `n` page faults.
+/// Maps fresh memory and takes `n` page faults.
 pub fn fault(n: usize) {
     FreshPages::new(n).fault(n);
 }

@@ -84,7 +84,7 @@ impl EncodeRecord for NumberedRecord {
 pub enum CheckedRecord {
     /// Writer and number of a tagged record.
     Tagged(u64, u64),
-    /// Number of lost records.
+    /// Number of lost records in a LOST record.
     Lost(u64),
 }
 
@@ -115,12 +115,12 @@ pub fn ring_and_reader(pages: usize, mode: RingMode) -> (Arc<Ring>, RingReader) 
     (ring, reader)
 }
 
-/// Reads and checks the next record, which must exist.
+/// Reads the next record, which must exist, and checks its content.
 pub fn next(reader: &mut RingReader) -> CheckedRecord {
     check(reader.next_record().expect("sound").expect("one"))
 }
 
-/// Passes all unread records to `each`.
+/// Passes all unread records of the ring to `each`.
 pub fn drain(reader: &mut RingReader, mut each: impl FnMut(RawRecord<'_>)) {
     while let Some(record) = reader.next_record().expect("sound") {
         each(record);

@@ -55,7 +55,7 @@ pub enum DriverFault {
 #[derive(Debug, Default)]
 pub struct DriverState {
     counters: Mutex<Vec<Arc<Counter>>>,
-    /// Total of the package count.
+    /// Total of the package count that the driver reports.
     pub package: Mutex<u64>,
     /// Age of the package count that the driver reports, in nanoseconds.
     pub package_age_ns: Mutex<u64>,
@@ -267,7 +267,7 @@ impl TestCore {
         }
     }
 
-    /// Adds vCPU `n` and schedules it in.
+    /// Adds vCPU `n` to the core and schedules its context in.
     pub fn vcpu(&self, n: u32) -> Arc<VcpuContext> {
         let vcpu = self.core.add_vcpu(VcpuId(n), 1000 + n as i32).unwrap();
         vcpu.sched_in();
@@ -353,13 +353,13 @@ pub fn serve(v: &VcpuContext) -> Vec<OverflowReport> {
     seen
 }
 
-/// Returns the number of active events.
+/// Returns the number of `events` that are active.
 pub fn active<'a>(events: impl IntoIterator<Item = &'a EventHandle>) -> usize {
     let events = events.into_iter();
     events.filter(|e| e.state() == EventState::Active).count()
 }
 
-/// Passes the unread records of `reader` to `each`.
+/// Passes each unread record of `reader` to `each`, decoded.
 pub fn for_each_record(reader: &mut RingReader, attr: &Attr, mut each: impl FnMut(DecodedRecord<'_>)) {
     let format = RecordFormat::from(attr);
     while let Some(raw) = reader.next_record().unwrap() {
@@ -367,7 +367,7 @@ pub fn for_each_record(reader: &mut RingReader, attr: &Attr, mut each: impl FnMu
     }
 }
 
-/// Calls `map` for each unread sample in `ring` and returns the results.
+/// Calls `each` for each unread sample in `ring` and returns the results.
 pub fn map_samples<T>(ring: &Ring, attr: &Attr, mut each: impl FnMut(Sample<'_>) -> T) -> Vec<T> {
     let mut out = Vec::new();
     for_each_record(&mut RingReader::map(ring.memfd()).unwrap(), attr, |record| {

@@ -13,7 +13,7 @@ pub enum RingRecord {
     Unthrottle,
     /// One lost sample, for an overflow that was not serviced before its vCPU was removed.
     Lost,
-    /// Last value and times of a child whose vCPU was removed.
+    /// Final count and times of a child whose vCPU was removed.
     Read {
         value: u64,
         enabled: u64,
