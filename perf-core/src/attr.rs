@@ -274,8 +274,8 @@ const BUILD_ID: u32 = 34;
 const KNOWN_FLAGS: u64 =
     0x7fff | 1 << SAMPLE_ID_ALL | 1 << EXCLUDE_HOST | 1 << EXCLUDE_GUEST | 1 << CONTEXT_SWITCH;
 const PRECISE_FLAGS: u64 = 3 << PRECISE_IP;
-/// Flags of `perf_event_attr` that are accepted but have no effect. They request records that a VM
-/// never produces, or additional details in MMAP and COMM records.
+/// Flags of `perf_event_attr` that are accepted but have no effect. These flags request records
+/// that a VM never produces, or additional details in MMAP and COMM records.
 const IGNORED_FLAGS: u64 = 1 << MMAP_DATA
     | 1 << MMAP2
     | 1 << COMM_EXEC

@@ -434,7 +434,7 @@ mod tests {
     }
 
     /// An overflow that was due before the last measurement of the rate does not change the period.
-    /// Such an overflow occurs because a tick may read an event before the event's last overflow is
+    /// A tick may read an event, and so measure the rate, before the event's last overflow is
     /// serviced.
     #[test]
     fn overflow_before_last_measurement_keeps_period() {

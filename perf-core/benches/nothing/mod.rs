@@ -1,4 +1,4 @@
-//! A driver for benchmarks whose events do nothing, in place of the host driver.
+//! A driver for benchmarks, in place of the host driver. Its events do nothing.
 
 use perf_core::pmu::{PmuCapacity, PmuError, PmuTarget};
 use perf_core::{Attr, EventType, Pmu, PmuEvent};

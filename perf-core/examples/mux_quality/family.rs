@@ -156,7 +156,7 @@ fn drawn(kind: &str, seed: u64) -> Trace {
     )
 }
 
-/// Returns the kind of the trace with name `name`, which is the name without the seed.
+/// Returns the kind of the trace with name `name`, that is, the name without its seed.
 pub fn kind(name: &str) -> &str {
     name.rsplit_once('-').map_or(name, |(kind, _)| kind)
 }
@@ -268,7 +268,7 @@ fn phases(rng: &mut Rng, bounds: &[usize], steps: usize) -> Vec<f64> {
     rates
 }
 
-/// Creates rates with rare bursts, whose sizes have infinite variance.
+/// Creates rates with rare bursts. The sizes of the bursts have infinite variance.
 fn long_tail(rng: &mut Rng, steps: usize) -> Vec<f64> {
     let alpha = 1.1 + 0.7 * rng.f64();
     let off = log_uniform(rng, 20.0, 300.0);

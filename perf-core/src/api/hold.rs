@@ -92,9 +92,9 @@ impl LockedContext<'_> {
 
     /// Resumes an event that was paused with [`LockedContext::pause`].
     ///
-    /// `overflow_in` is called with the event's count. It returns the number of further counts
-    /// until the next overflow, or `None` to keep the current overflow point. If the event is no
-    /// longer scheduled, it is not resumed, and the inner result is `Err` with the cause.
+    /// `overflow_in` is called with the event's count. The function returns the number of further
+    /// counts until the next overflow, or `None` to keep the current overflow point. If the event
+    /// is no longer scheduled, it is not resumed, and the inner result is `Err` with the cause.
     ///
     /// # Errors
     ///

@@ -24,8 +24,8 @@ impl EventHandle {
     /// the event, and returns the ring. Repeated calls with the same size return the same ring.
     ///
     /// With `writable`, the reader advances `data_tail`, and records that do not fit in the ring
-    /// are dropped and reported as lost. Otherwise new records overwrite the oldest ones, as in a
-    /// flight recorder. To read the newest records, pause the output
+    /// are dropped and reported as lost. Without `writable`, new records overwrite the oldest ones,
+    /// as in a flight recorder. To read the newest records, pause the output
     /// ([`EventHandle::pause_output`]) and create a new [`crate::ring::RingReader`]. The first call
     /// determines the mode.
     ///
@@ -95,8 +95,8 @@ impl EventHandle {
     }
 
     /// Reverts one call of [`EventHandle::map`]. The ring is detached from the event when all calls
-    /// are reverted. Its readers then receive no further records. Returns `false` if there was no
-    /// call to revert.
+    /// are reverted. Readers of the ring then receive no further records. Returns `false` if there
+    /// was no call to revert.
     pub fn unmap(&self) -> bool {
         let event = &self.inner.event;
         let _topology = self.inner.core.topology();
@@ -120,8 +120,8 @@ impl EventHandle {
     ///
     /// Redirections cannot be chained: the target must not be redirected, and no other event may
     /// write to this event's ring. An event with its own ring cannot be redirected. If `target` is
-    /// closed, the events that write to its ring continue to do so, and count as redirected until
-    /// they are redirected elsewhere.
+    /// closed, the events that write to its ring continue to write there, and count as redirected
+    /// until they are redirected elsewhere.
     ///
     /// # Errors
     ///
@@ -173,7 +173,7 @@ impl EventHandle {
     }
 
     /// Returns the number of records of the event and its children that were lost because the ring
-    /// was full or paused (`PERF_FORMAT_LOST`). This number is never reset.
+    /// was full or paused (`PERF_FORMAT_LOST`). No call resets this number.
     #[must_use]
     pub fn lost_records(&self) -> u64 {
         self.inner.event.shared.lost.load(Ordering::Relaxed)

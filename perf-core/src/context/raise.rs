@@ -91,8 +91,8 @@ impl Context {
         }
     }
 
-    /// Counts the events that were raised while the context lock was held. These events have no
-    /// samples, because the registers at that time are no longer available.
+    /// Counts the software events that were raised while the context lock was held. Writes no
+    /// samples of these events, because the registers at that time are no longer available.
     pub fn take_deferred(&mut self, deferred: &DeferredEvents) {
         deferred.take(|id, n| {
             let active = self.clock.is_active();

@@ -1,7 +1,7 @@
 use super::*;
 use proptest::prelude::*;
 
-/// Creates an estimator of an event with a constant rate, which is active in the given slices.
+/// Creates an estimator of an event that has a constant rate and is active in the given slices.
 fn constant(rate: f64, slices: &[(u64, u64)]) -> Estimator {
     let mut estimator = Estimator::new();
     for &(from, to) in slices {

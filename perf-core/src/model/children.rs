@@ -80,7 +80,7 @@ impl<M: FamilyMember> Children<M> {
         sum
     }
 
-    /// Sets the counts of exited children to 0. Their times do not change.
+    /// Sets the counts of exited children to 0, but not their times.
     pub fn reset(&mut self, folded: &ExitedTotals) {
         folded.count.store(0, Ordering::Relaxed);
         self.estimates = EstimateSum::default();

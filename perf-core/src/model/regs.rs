@@ -42,8 +42,8 @@ pub trait SampleRegs {
     }
 }
 
-/// Registers of a VMM that takes no samples. They report an unknown instruction pointer in the
-/// guest's kernel.
+/// Registers of a VMM that takes no samples. Samples then have an unknown instruction pointer in
+/// the guest's kernel.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct UnavailableRegs;
 

@@ -138,7 +138,7 @@ enum Confidence {
     /// There are too few rate changes for a conclusion, or the rate varies so much that it cannot
     /// hide a pattern.
     Open,
-    /// The rate appears nearly constant. This has not been verified by a phase shift.
+    /// The rate appears nearly constant. No phase shift has verified the rate yet.
     Suspect,
     /// The rate appears nearly constant before and after a phase shift.
     Cleared,

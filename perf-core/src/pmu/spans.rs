@@ -10,8 +10,8 @@ pub(super) struct Spans {
     start: Option<u64>,
     /// Increase of the source during all finished spans.
     ended: u64,
-    /// Count that was last returned. The count never decreases, even if the source does or becomes
-    /// unreadable.
+    /// Count that was last returned. The count never decreases, even if the source decreases or
+    /// cannot be read.
     last: u64,
 }
 

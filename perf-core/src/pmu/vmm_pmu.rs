@@ -194,7 +194,7 @@ impl VmmPmuCounts {
     }
 
     /// Returns two flags: whether a started event counts one of the first `selectors` selectors in
-    /// user mode, and whether one does so in kernel mode.
+    /// user mode, and whether a started event counts one of them in kernel mode.
     #[must_use]
     pub fn counted_levels(&self, selectors: usize) -> (bool, bool) {
         let cells = || self.cells.iter().take(selectors);

@@ -236,8 +236,9 @@ pub trait EncodeRecord {
         Ok(())
     }
 
-    /// Writes several records in order, in as few reservations as possible. This is cheaper than
-    /// writing them separately, in particular while another thread writes to the same ring.
+    /// Writes several records in order, in as few reservations as possible. One reservation for
+    /// several records is cheaper than a reservation for each, in particular while another thread
+    /// writes to the same ring.
     ///
     /// If there is not enough space for all records, each is written separately, so no more records
     /// are lost than with separate writes.

@@ -361,9 +361,8 @@ impl Ring {
     /// [`PollState`].
     ///
     /// The eventfd must stay nonblocking. The nonblocking flag belongs to the open file, so a
-    /// process that receives the eventfd can clear the flag and thereby block the writer. Send the
-    /// eventfd only to a client that may delay the VM anyway, and relay notifications to all other
-    /// clients.
+    /// process that receives the eventfd can clear the flag and block the writer. Send the eventfd
+    /// only to a client that may delay the VM anyway, and relay notifications to all other clients.
     pub fn wakeup_fd(&self) -> BorrowedFd<'_> {
         self.wake.fd()
     }
@@ -578,8 +577,8 @@ impl Ring {
         }
     }
 
-    /// Counts `lost` records as lost after a failed reservation. This number includes earlier
-    /// losses that the rejected LOST record would have reported.
+    /// Counts `lost` records as lost after a failed reservation. `lost` includes earlier losses
+    /// that the rejected LOST record would have reported.
     #[cold]
     fn count_refused(&self, lost: u64) -> RingError {
         if lost != 0 {

@@ -719,7 +719,8 @@ mod tests {
     }
 
     /// A reservation does not fail because of space that is freed between its loads of the
-    /// published position and of the head. It fails only if the ring was full at one moment.
+    /// published position and of the head. A reservation fails only if the ring was full at one
+    /// moment.
     #[test]
     fn space_freed_between_two_loads_is_found() {
         let ring = stepped_ring(true);

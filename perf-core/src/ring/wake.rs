@@ -2,8 +2,7 @@
 //!
 //! The state is not stored separately from the eventfd, so there is no race between checking and
 //! waiting: a read of the eventfd returns and clears the state, and a later notification makes the
-//! eventfd readable again. This also works for a reader in another process that has only the file
-//! descriptor.
+//! eventfd readable again. A reader in another process needs only this file descriptor.
 
 #![expect(unsafe_code, reason = "system calls, and memory shared with the kernel")]
 

@@ -3,9 +3,9 @@
 //!
 //! The planner walks the queues in the order of the share policy and stops at the first group that
 //! does not fit, so the cost of a plan depends on the number of slots rather than on the number of
-//! groups. [`counter_assignments`] assigns events to counters and thereby determines whether a
-//! group fits. [`crate::context`] then applies the difference between the plan and the active
-//! groups to the drivers.
+//! groups. [`counter_assignments`] assigns events to counters, which determines whether a group
+//! fits. [`crate::context`] then applies the difference between the plan and the active groups to
+//! the drivers.
 
 pub(crate) mod counter_assignments;
 pub(crate) mod group;
@@ -309,8 +309,8 @@ struct FreeCapacity {
 }
 
 impl FreeCapacity {
-    /// Creates the capacity without planned groups. New events avoid the counters of the events
-    /// that are currently active.
+    /// Returns the capacity of a pool before any group is planned. New events avoid the counters of
+    /// the events that are currently active.
     fn new(pool: &SlotPool, groups: &Table<GroupKey, Group>) -> Self {
         let mut seats = CounterAssignments::new(pool.counters);
         for &key in &pool.on {

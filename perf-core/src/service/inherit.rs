@@ -124,8 +124,8 @@ impl CoreInner {
         Ok(key)
     }
 
-    /// Reverts a failed hot-add: removes the children in context `cell` from their families. Their
-    /// counts are discarded.
+    /// Reverts a failed hot-add: removes the children in context `cell` from their families.
+    /// Discards the counts of these children.
     pub fn abandon(&self, cell: &Arc<ContextCell>) {
         for (key, parent) in self.children_in(cell) {
             let links = self.opened.get(parent.id);

@@ -86,7 +86,8 @@ pub(crate) struct OutputState {
     pub redirect: Option<EventRef>,
     /// Events whose outputs are redirected to the ring of this event.
     pub sources: Vec<EventRef>,
-    /// `true` after the event was closed. Its ring is kept while other events write to it.
+    /// `true` after the event was closed. The event's ring is kept while other events write to the
+    /// ring.
     pub closed: bool,
 }
 
@@ -140,8 +141,8 @@ impl EventRef {
             .map(|c| c.key)
     }
 
-    /// Runs `op` on the event and on each of its children, under the lock of the respective
-    /// context. Returns `None` if the event is closed.
+    /// Runs `op` on the event and on each of its children, under the lock of the context of each.
+    /// Returns `None` if the event is closed.
     pub fn for_each<R>(&self, mut op: impl FnMut(&mut Context, EventKey, u64) -> R) -> Option<R> {
         let family = self.family();
         let result = {

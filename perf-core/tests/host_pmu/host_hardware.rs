@@ -229,8 +229,8 @@ fn kernel_times(fd: RawFd) -> Option<[u64; 3]> {
     }
 }
 
-/// Two events on two counters count the same cycles. They count only while they are started, and
-/// their counts never decrease.
+/// Two events on two counters count the same cycles. Both events count only while they are started,
+/// and neither count decreases.
 #[test]
 fn hardware_events_count_while_started_only() {
     let Some(probe) = pmu() else { return };

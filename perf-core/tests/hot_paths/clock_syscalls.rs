@@ -146,8 +146,8 @@ fn overflow_check_makes_no_system_call() {
     assert!(calls.is_empty(), "{calls:?}");
 }
 
-/// The timer of a closed event is not disarmed immediately, because the next event may use it. It
-/// expires at most twice.
+/// The timer of a closed event is not disarmed immediately, because the next event may use it. The
+/// timer expires at most twice.
 ///
 /// On a busy machine, the first signal may be handled shortly before the second expiry. The timer
 /// is then disarmed without a second signal.

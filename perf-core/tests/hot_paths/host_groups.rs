@@ -1,6 +1,6 @@
-//! Tests of groups of the `host` driver, which are kernel groups. A group is started or stopped
-//! with one system call, counted with ptrace. Its counts are correct for any sequence of operations
-//! on its members.
+//! Tests of groups of the `host` driver, for which the driver uses groups of the kernel. Starting
+//! or stopping a group takes one system call, counted with ptrace. The counts are correct for any
+//! sequence of operations on the members.
 
 use std::sync::Arc;
 
@@ -232,9 +232,9 @@ fn member_joining_running_group_counts_immediately() {
     }
 }
 
-/// A sampling member belongs to the kernel group. It has the counts of the other members, and its
-/// samples account for all of them, even if the group or the vCPU is scheduled out and in. The same
-/// holds for a sampling leader.
+/// A sampling member belongs to the kernel group. Its count equals those of all other members, and
+/// the periods of its samples add up to this count, even if the group or the vCPU is scheduled out
+/// and in. The same holds for a sampling leader.
 #[test]
 fn sampling_member_samples_and_counts_with_its_group() {
     for place in 0..3 {

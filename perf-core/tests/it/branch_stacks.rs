@@ -1,4 +1,5 @@
-//! Tests of samples with a branch stack, which are written only when the VMM knows the branches.
+//! Tests of samples with a branch stack. The core writes such a sample only when the VMM knows the
+//! branches.
 
 use std::sync::Arc;
 

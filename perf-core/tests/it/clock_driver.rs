@@ -50,8 +50,7 @@ fn run_until_signal(clock: &VcpuClock, handled: u64) {
     clock.guest_exit();
 }
 
-/// Starts a thread as a vCPU, which runs `work` with a new clock. Returns a `clock` driver with
-/// this vCPU.
+/// Starts a vCPU thread that runs `work` with a new clock. Returns a `clock` driver with this vCPU.
 fn vcpu_thread<T: Send + 'static>(
     signal: Option<i32>,
     work: impl FnOnce(&Arc<VcpuClock>, mpsc::Sender<Arc<VcpuClock>>) -> T + Send + 'static,

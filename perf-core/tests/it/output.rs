@@ -67,7 +67,7 @@ fn records(ring: &Ring, attr: &Attr) -> Vec<String> {
     out
 }
 
-/// Returns the first word of each text in `records`, which is the record type.
+/// Returns the record type, the first word, of each text in `records`.
 fn kinds(records: &[String]) -> Vec<&str> {
     records.iter().map(|r| r.split(' ').next().unwrap()).collect()
 }
@@ -218,9 +218,9 @@ fn p36_redirections_form_no_chains_and_can_be_undone() {
     assert_eq!(m.core.ring_pages(0), 0);
 }
 
-/// An event whose output is redirected to the ring of an event continues to write to this ring
-/// after that event is closed. It stays redirected: it cannot map its own ring, and no other event
-/// can be redirected to it.
+/// An event that writes to the ring of another event continues to do so after the other event is
+/// closed. The first event stays redirected: it cannot map its own ring, and no third event can be
+/// redirected to it.
 #[test]
 fn p36_event_keeps_writing_to_ring_of_closed_event() {
     let m = TestCore::new(4);

@@ -1,4 +1,4 @@
-//! Tests of the ring's invariants with random sequences of operations, which are compared with a
+//! Tests that perform random sequences of operations on a ring and compare the results with a
 //! simple model.
 
 use std::collections::VecDeque;

@@ -49,7 +49,7 @@ fn attempt_together(ring: &Ring) {
     }
 }
 
-/// Sends a signal to this thread, whose handler runs before this function returns.
+/// Sends `signal` to this thread. The signal handler runs before this function returns.
 fn raise(signal: libc::c_int) {
     // SAFETY: raising a signal is allowed anywhere, including in a handler.
     assert_eq!(unsafe { libc::raise(signal) }, 0);

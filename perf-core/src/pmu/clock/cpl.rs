@@ -121,9 +121,9 @@ impl Kicks {
 
     /// Resumes the wait when an event starts again.
     ///
-    /// The timer stays armed when the last event stops, to save a system call. This method does not
-    /// change the timer if it will expire at nearly the right time. Otherwise it is armed for the
-    /// remainder of the wait.
+    /// The timer stays armed when the last event stops, to save a system call. This method arms the
+    /// timer for the remainder of the wait, unless the timer will expire at nearly the right time
+    /// anyway.
     fn resume(&mut self) -> io::Result<()> {
         let left_ns = self.left_ns.max(MIN_TIMER_NS);
         let early_ns = left_ns.saturating_sub(self.timer.left_ns());

@@ -13,8 +13,8 @@ use crate::pmu::{PmuError, PmuEvent};
 const MAX_BACKOFF_NS: u64 = 10_000_000;
 
 /// Minimum duration of a re-armed timer of an event that counts one privilege level, in
-/// nanoseconds. Such a count changes only when the level is sampled, so an earlier expiry would be
-/// useless.
+/// nanoseconds. The count of such an event changes only when the level is sampled, so an earlier
+/// expiry would be useless.
 const MIN_LEVEL_REARM_NS: u64 = TICK_PERIOD_NS / 8;
 
 /// A timer is extended by at most its duration divided by this number, to compensate for time that
@@ -158,10 +158,10 @@ impl ClockEvent {
     /// after two consecutive waits with almost no guest time, the next wait is twice as long as the
     /// last one. The overflow is then late by at most that wait.
     ///
-    /// A single wait with almost no guest time does not extend the next one. Such a wait also
-    /// occurs if the vCPU thread loses its CPU for longer than a period. Doubling the wait would
-    /// then delay the overflow by a whole period, and the guest's driver drops a period that ends
-    /// so late.
+    /// A single wait with almost no guest time does not extend the next one. A wait with almost no
+    /// guest time also occurs if the vCPU thread loses its CPU for longer than a period. Doubling
+    /// the wait would then delay the overflow by a whole period, and the guest's driver drops a
+    /// period that ends so late.
     fn wait_for_rest(&mut self, now: u64, rest: u64) -> u64 {
         let had_ns = self.ns_for(now - self.set_at);
         let least_ns = match self.share {

@@ -36,8 +36,8 @@ const MAX_SHORT_EXIT_NS: u64 = 100_000;
 
 /// The clock of one vCPU, which advances with the vCPU's guest run time.
 ///
-/// Created once per vCPU with the ID of its thread. The thread and the [`super::ClockPmu`], whose
-/// events read the clock, share it (`Arc`).
+/// Created once per vCPU with the ID of the vCPU's thread. The thread advances the clock, and the
+/// events of the [`super::ClockPmu`] read it, so both share it (`Arc`).
 #[derive(Debug)]
 pub struct VcpuClock {
     tid: i32,
@@ -391,8 +391,8 @@ impl VcpuClock {
     /// Handles an overflow signal of the vCPU's thread. Disarms the alarm if it has expired and no
     /// event is armed.
     ///
-    /// Must be called after each overflow signal. Otherwise the thread receives sixteen useless
-    /// signals per second after the last armed event is stopped.
+    /// The VMM must call this method after each overflow signal. Without the call, the thread
+    /// receives sixteen useless signals per second after the last armed event is stopped.
     #[inline]
     pub fn after_signal(&self) {
         if self.alarm_is_set.load(Ordering::Relaxed) {

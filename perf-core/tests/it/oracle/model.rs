@@ -112,8 +112,8 @@ pub struct OracleEventInContext {
     on_since: u64,
     /// Set if the software driver rejected the group.
     refused: bool,
-    /// Set if the group once did not fit together with the pinned groups while it was queued. Its
-    /// position in the queue is then unknown.
+    /// Set if the group once did not fit together with the pinned groups while it was queued. The
+    /// group's position in the queue is then unknown.
     excused: bool,
     // The following fields are used for sampling. Positions are numbers of counts since the event
     // was opened, and resets do not change them.
@@ -124,8 +124,8 @@ pub struct OracleEventInContext {
     covered: u64,
     fresh: PendingOverflows,
     kept: PendingOverflows,
-    /// Set if the overflows in `kept` occurred before the event was stopped. These overflows then
-    /// have their own sample.
+    /// Set if the overflows in `kept` occurred before the event was stopped. The overflows in
+    /// `kept` then have a sample of their own.
     apart: bool,
     throttled: bool,
     limit: u64,
