@@ -312,8 +312,8 @@ impl RingReader {
     ///
     /// # Errors
     ///
-    /// Returns [`RingReadError::Corrupt`], which skips to the head, or [`RingReadError::Overrun`],
-    /// which skips to a record that is still intact. Reading may continue after both.
+    /// Returns [`RingReadError::Corrupt`] after skipping to the head, or [`RingReadError::Overrun`]
+    /// after skipping to a record that is still intact. Reading may continue after either error.
     #[inline]
     #[expect(
         clippy::cast_possible_truncation,
@@ -347,12 +347,12 @@ impl RingReader {
         Ok(Some(RawRecord { bytes }))
     }
 
-    /// Returns all available records as a batch, in which all of them can be borrowed at the same
+    /// Returns all available records as a batch. All records of a batch can be borrowed at the same
     /// time.
     ///
-    /// An overwrite ring yields no records, because they can only be trusted one at a time (see
-    /// [`next_record`](Self::next_record)). Space is released by the next call of any method, so a
-    /// writer may meanwhile find the ring full.
+    /// An overwrite ring yields no records, because such records can only be trusted one at a time
+    /// (see [`next_record`](Self::next_record)). Space is released by the next call of any method,
+    /// so a writer may meanwhile find the ring full.
     ///
     /// # Errors
     ///

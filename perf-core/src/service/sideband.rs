@@ -1,11 +1,11 @@
-//! Side-band records: VM events other than samples. FORK and EXIT records report that a vCPU was
-//! added or removed. COMM records contain the name of a vCPU. SWITCH records report that a vCPU was
-//! scheduled in or out. MMAP records describe guest memory mappings, and READ records contain the
-//! final values of inherited events.
+//! Writing of side-band records, that is, of records other than samples. FORK and EXIT records
+//! report that a vCPU was added or removed. COMM records contain the name of a vCPU. SWITCH records
+//! report that a vCPU was scheduled in or out. MMAP records describe guest memory mappings, and
+//! READ records contain the final values of inherited events.
 //!
 //! The core writes a record for each enabled event in the VM context, and for each enabled event
-//! that was opened on the affected vCPU, if the event requests the record. Children write no
-//! side-band records, because the ring of their parent would receive each record several times.
+//! that was opened on the affected vCPU, if the event requests the record. Children write only READ
+//! records, because the ring of their parent would receive all other records several times.
 
 use std::sync::atomic::Ordering;
 
