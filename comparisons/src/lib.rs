@@ -10,7 +10,7 @@ use integration::artefacts::{describe, target_dir};
 use integration::debian::says;
 use integration::footprint::tracked;
 use integration::lab::LabOptions;
-use integration::limit::ProgressLimit;
+use integration::limit::ProcessTimeLimits;
 use integration::process::HostCommand;
 use integration::qemu_comparison::QEMU;
 use integration::test_host::TestHost;
@@ -78,7 +78,7 @@ pub fn until<T>(
     place: &TestHost,
     command: &HostCommand,
     words: &str,
-    limit: ProgressLimit,
+    limit: ProcessTimeLimits,
     then: impl FnOnce(f64) -> Result<T, ComparisonError>,
 ) -> Result<T, ComparisonError> {
     let started = Instant::now();

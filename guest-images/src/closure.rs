@@ -24,7 +24,7 @@ const LIBRARY_DIRS: [&str; 4] = [
 
 /// Error returned when the libraries of a program cannot be found.
 #[derive(Debug, thiserror::Error)]
-pub enum ClosureError {
+pub enum LibraryClosureError {
     /// A Debian package could not be fetched or unpacked.
     #[error(transparent)]
     Deb(#[from] DebError),
@@ -55,7 +55,7 @@ pub fn complete(
     package: &str,
     root: &Path,
     program: &str,
-) -> Result<BTreeMap<String, PathBuf>, ClosureError> {
+) -> Result<BTreeMap<String, PathBuf>, LibraryClosureError> {
     let mut candidates: BTreeSet<String> = archive.dependencies([package])?;
     let mut fetched: BTreeSet<String> = BTreeSet::from([package.to_owned()]);
     loop {
@@ -72,7 +72,7 @@ pub fn complete(
         let open = archive.offered(open)?;
         let wanted = likely_packages(&missing, &open);
         if wanted.is_empty() {
-            return Err(ClosureError::Missing {
+            return Err(LibraryClosureError::Missing {
                 package: package.to_owned(),
                 sonames: missing.into_iter().collect::<Vec<_>>().join(", "),
             });
@@ -133,7 +133,7 @@ type Resolved = (BTreeMap<String, PathBuf>, BTreeSet<String>);
 
 /// Finds the direct and indirect libraries of `program` in the library directories below `root`.
 /// Returns the path of each library, and the names of the missing ones.
-fn resolve(root: &Path, program: &str) -> Result<Resolved, ClosureError> {
+fn resolve(root: &Path, program: &str) -> Result<Resolved, LibraryClosureError> {
     let mut found = BTreeMap::new();
     let mut missing = BTreeSet::new();
     let mut queue = VecDeque::from([root.join(program)]);
@@ -162,12 +162,12 @@ fn resolve(root: &Path, program: &str) -> Result<Resolved, ClosureError> {
 
 /// Returns the names of the libraries (DT_NEEDED) and of the interpreter (PT_INTERP) that an ELF
 /// file requires.
-fn needed(path: &Path) -> Result<Vec<String>, ClosureError> {
+fn needed(path: &Path) -> Result<Vec<String>, LibraryClosureError> {
     let data = fs::read(path).map_err(|source| DebError::Io {
         path: path.to_owned(),
         source,
     })?;
-    parse_needed(&data).map_err(|message| ClosureError::Elf {
+    parse_needed(&data).map_err(|message| LibraryClosureError::Elf {
         path: path.to_owned(),
         message: message.to_string(),
     })

@@ -11,7 +11,7 @@ use std::{fs, io};
 
 use kernel_images::{KernelImageError, bzimage};
 
-use crate::closure::{self, ClosureError};
+use crate::closure::{self, LibraryClosureError};
 use crate::cpio;
 use crate::deb::{DebError, DebianArchive};
 use crate::modules::{self, ModuleError};
@@ -97,7 +97,7 @@ pub enum GuestImageError {
     Deb(#[from] DebError),
     /// Failure to find the libraries of a program.
     #[error(transparent)]
-    Closure(#[from] ClosureError),
+    Closure(#[from] LibraryClosureError),
     /// The lab's kernel modules could not be collected.
     #[error(transparent)]
     Module(#[from] ModuleError),

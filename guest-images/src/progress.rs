@@ -36,32 +36,32 @@ impl ProgressLog {
         }
     }
 
-    /// Prints `text` immediately and then every ten seconds, until the returned [`Ticker`] is
-    /// dropped.
+    /// Prints `text` immediately and then every ten seconds, until the returned [`ProgressTicker`]
+    /// is dropped.
     #[must_use]
-    pub fn begin(&self, text: &str) -> Ticker {
+    pub fn begin(&self, text: &str) -> ProgressTicker {
         self.step(text);
         self.tick(format!("{text} …"))
     }
 
-    /// Prints `text` every ten seconds until the returned [`Ticker`] is dropped. Steps shorter than
-    /// ten seconds print nothing.
+    /// Prints `text` every ten seconds until the returned [`ProgressTicker`] is dropped. Steps
+    /// shorter than ten seconds print nothing.
     #[must_use]
-    pub fn tick(&self, text: impl Into<String>) -> Ticker {
+    pub fn tick(&self, text: impl Into<String>) -> ProgressTicker {
         let text = text.into();
         self.tick_with(move || text.clone())
     }
 
-    /// Calls `text` every ten seconds and prints the result, until the returned [`Ticker`] is
-    /// dropped.
+    /// Calls `text` every ten seconds and prints the result, until the returned [`ProgressTicker`]
+    /// is dropped.
     #[must_use]
-    pub fn tick_with(&self, text: impl Fn() -> String + Send + 'static) -> Ticker {
+    pub fn tick_with(&self, text: impl Fn() -> String + Send + 'static) -> ProgressTicker {
         self.tick_every(INTERVAL, text)
     }
 
-    fn tick_every(&self, interval: Duration, text: impl Fn() -> String + Send + 'static) -> Ticker {
+    fn tick_every(&self, interval: Duration, text: impl Fn() -> String + Send + 'static) -> ProgressTicker {
         if self.quiet {
-            return Ticker(None);
+            return ProgressTicker(None);
         }
         let (stop, stopped) = channel();
         let progress = self.clone();
@@ -70,7 +70,7 @@ impl ProgressLog {
                 progress.step(&text());
             }
         });
-        Ticker(Some((stop, thread)))
+        ProgressTicker(Some((stop, thread)))
     }
 
     /// Prints `text` as one line immediately.
@@ -90,9 +90,9 @@ impl ProgressLog {
 }
 
 /// A step that is in progress. Dropping the ticker stops the messages about the step.
-pub struct Ticker(Option<(Sender<()>, JoinHandle<()>)>);
+pub struct ProgressTicker(Option<(Sender<()>, JoinHandle<()>)>);
 
-impl Drop for Ticker {
+impl Drop for ProgressTicker {
     fn drop(&mut self) {
         if let Some((stop, thread)) = self.0.take() {
             drop(stop);

@@ -44,7 +44,7 @@ const NO_XSAVE: &str = ",-xsave,-xsaveopt,-xsavec,-xgetbv1,-avx,-avx2,-f16c,-fma
 
 /// Features of the emulated processor that a lab and its guests require.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub enum QemuNeeds {
+pub enum QemuCpuRequirement {
     /// No special features. The guests do not use XSAVE, so any version of QEMU is sufficient.
     #[default]
     Nothing,
@@ -181,7 +181,11 @@ impl Qemu {
 /// Returns [`QemuError::Missing`] if there is no QEMU, [`QemuError::Named`] or [`QemuError::Fetch`]
 /// if the QEMU selected by PERFVISOR_QEMU cannot be run, and [`QemuError::Plugin`] if the plugin
 /// cannot be compiled.
-pub fn ensure(target_dir: &Path, needs: QemuNeeds, progress: &ProgressLog) -> Result<Qemu, QemuError> {
+pub fn ensure(
+    target_dir: &Path,
+    needs: QemuCpuRequirement,
+    progress: &ProgressLog,
+) -> Result<Qemu, QemuError> {
     let mut qemu = match std::env::var_os(OVERRIDE).map(PathBuf::from) {
         Some(program) if program == Path::new(BACKPORTS) => {
             of_backports(&target_dir.join("guest"), progress)?
@@ -189,7 +193,7 @@ pub fn ensure(target_dir: &Path, needs: QemuNeeds, progress: &ProgressLog) -> Re
         Some(program) => Qemu::probe(&program).ok_or(QemuError::Named(program))?,
         None => Qemu::probe(Path::new(PROGRAM)).ok_or(QemuError::Missing)?,
     };
-    if needs == QemuNeeds::Xsave && qemu.version < KNOWS_XSAVE {
+    if needs == QemuCpuRequirement::Xsave && qemu.version < KNOWS_XSAVE {
         qemu = of_backports(&target_dir.join("guest"), progress)?;
     }
     if qemu.keeps_stale_code() {

@@ -1,5 +1,5 @@
-//! Builds an archive with rr, gdb and their libraries from Debian packages, to be added to a guest's
-//! initrd.
+//! Builds an archive with rr, gdb and their libraries from Debian packages, to be added to a
+//! guest's initrd.
 
 use std::collections::BTreeMap;
 use std::fs;

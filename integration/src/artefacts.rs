@@ -8,7 +8,7 @@ use std::thread;
 
 use guest_images::linux::{self, GuestImages, KernelChoice};
 use guest_images::progress::ProgressLog;
-use guest_images::qemu::{self, Qemu, QemuNeeds};
+use guest_images::qemu::{self, Qemu, QemuCpuRequirement};
 use guest_images::rr;
 
 /// Target triple of the statically linked binaries. The lab has no shared libraries.
@@ -96,19 +96,19 @@ pub fn images_of(choice: &KernelChoice) -> Result<GuestImages, ArtefactError> {
 /// # Errors
 /// Returns an error if QEMU is not installed or its plugin cannot be built.
 pub fn qemu() -> Result<&'static Qemu, ArtefactError> {
-    qemu_with(QemuNeeds::Nothing)
+    qemu_with(QemuCpuRequirement::Nothing)
 }
 
 /// Returns a QEMU that satisfies `needs`.
 ///
 /// # Errors
 /// Returns an error if QEMU is not installed, cannot be fetched, or its plugin cannot be built.
-pub fn qemu_with(needs: QemuNeeds) -> Result<&'static Qemu, ArtefactError> {
+pub fn qemu_with(needs: QemuCpuRequirement) -> Result<&'static Qemu, ArtefactError> {
     static ANY: OnceLock<Result<Qemu, ArtefactError>> = OnceLock::new();
     static XSAVE: OnceLock<Result<Qemu, ArtefactError>> = OnceLock::new();
     let selected = match needs {
-        QemuNeeds::Nothing => &ANY,
-        QemuNeeds::Xsave => &XSAVE,
+        QemuCpuRequirement::Nothing => &ANY,
+        QemuCpuRequirement::Xsave => &XSAVE,
     };
     let ensure = || qemu::ensure(&target_dir(), needs, &ProgressLog::new("lab"));
     selected

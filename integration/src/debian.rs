@@ -4,7 +4,7 @@ use std::path::PathBuf;
 
 use crate::artefacts::target_dir;
 use crate::lab::LabOptions;
-use crate::limit::ProgressLimit;
+use crate::limit::ProcessTimeLimits;
 use crate::process::{HostCommand, HostProcess};
 use crate::test_host::{TestHost, TestHostError};
 
@@ -57,7 +57,7 @@ impl DebianTestHost {
             // The copy is sparse.
             let copy = place.scratch(&format!("debian-{n}.img"));
             let command = HostCommand::new("cp").args(["--sparse=always", &disk.to_string_lossy(), &copy]);
-            let output = place.run(&command, ProgressLimit::GENEROUS)?;
+            let output = place.run(&command, ProcessTimeLimits::GENEROUS)?;
             if !output.success() {
                 return Err(TestHostError::File {
                     path: copy.into(),
@@ -102,7 +102,7 @@ fn built(name: &str) -> Result<PathBuf, TestHostError> {
 /// Error returned when a guest does not print an expected text.
 #[derive(Debug, thiserror::Error)]
 #[error("the guest has not printed {text:?}; its console:\n{console}")]
-pub struct MissingOutput {
+pub struct MissingGuestOutput {
     text: String,
     console: String,
 }
@@ -110,12 +110,13 @@ pub struct MissingOutput {
 /// Waits until the console of `vm` contains `text`.
 ///
 /// # Errors
-/// Returns [`MissingOutput`] with the guest's output if the text does not appear within `limit`.
-pub fn says(vm: &HostProcess, text: &str, limit: ProgressLimit) -> Result<(), MissingOutput> {
+/// Returns [`MissingGuestOutput`] with the guest's output if the text does not appear within
+/// `limit`.
+pub fn says(vm: &HostProcess, text: &str, limit: ProcessTimeLimits) -> Result<(), MissingGuestOutput> {
     if vm.wait_for(text, limit) {
         return Ok(());
     }
-    Err(MissingOutput {
+    Err(MissingGuestOutput {
         text: text.to_owned(),
         console: vm.stdout_so_far(),
     })

@@ -1,6 +1,6 @@
 //! Measures the host resources that a VMM uses in addition to guest memory.
 
-use crate::limit::ProgressLimit;
+use crate::limit::ProcessTimeLimits;
 use crate::process::HostCommand;
 use crate::test_host::{TestHost, TestHostError};
 
@@ -9,7 +9,7 @@ const PID_FILE: &str = "vmm.pid";
 
 /// Host resources that a VMM process uses.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Footprint {
+pub struct VmmFootprint {
     /// Resident memory of the VMM, excluding guest memory and including shared pages, in KiB.
     pub rss_kib: u64,
     /// Anonymous resident memory of the VMM, excluding guest memory, in KiB.
@@ -34,19 +34,19 @@ pub fn tracked(place: &TestHost, command: &HostCommand) -> HostCommand {
 ///
 /// # Errors
 /// Returns an error if no tracked VMM is running.
-pub fn footprint(place: &TestHost, guest_mib: u64) -> Result<Footprint, TestHostError> {
+pub fn footprint(place: &TestHost, guest_mib: u64) -> Result<VmmFootprint, TestHostError> {
     let pid = place.scratch(PID_FILE);
     let big = guest_mib * 1024 * 9 / 10;
     let look = format!(
         "cd /proc/$(cat '{pid}') && awk '/^Size:/ {{ big = $2 >= {big} }} /^Rss:/ && !big {{ sum += $2 }} \
          /^Anonymous:/ && !big {{ own += $2 }} END {{ print sum, own }}' smaps && ls fd | wc -l && ls task | wc -l"
     );
-    let output = place.run(&HostCommand::shell(look), ProgressLimit::GENEROUS)?;
+    let output = place.run(&HostCommand::shell(look), ProcessTimeLimits::GENEROUS)?;
     let text = output.stdout_text();
     let mut numbers = text.split_whitespace().map(str::parse);
     let mut next = || numbers.next().and_then(Result::ok);
     match (next(), next(), next(), next()) {
-        (Some(rss_kib), Some(anonymous_kib), Some(descriptors), Some(threads)) => Ok(Footprint {
+        (Some(rss_kib), Some(anonymous_kib), Some(descriptors), Some(threads)) => Ok(VmmFootprint {
             rss_kib,
             anonymous_kib,
             descriptors,

@@ -11,9 +11,9 @@ use base64::engine::general_purpose::STANDARD;
 use guest_images::cpio::CpioArchive;
 
 use crate::artefacts;
-use crate::limit::ProgressLimit;
+use crate::limit::ProcessTimeLimits;
 use crate::parse::judge_kernel_log;
-use crate::process::{HostCommand, ProcessError, ProcessOutput, last_lines};
+use crate::process::{HostCommand, ProcessOutput, ProcessRunError, last_lines};
 use crate::report;
 use crate::test_host::{TestHost, TestHostError};
 
@@ -54,7 +54,7 @@ pub struct LinuxGuest {
     below: Vec<u8>,
     files: Vec<GuestFile>,
     arguments: Vec<String>,
-    limit: ProgressLimit,
+    limit: ProcessTimeLimits,
 }
 
 /// A file that is added to the guest's initrd.
@@ -94,7 +94,7 @@ impl LinuxGuest {
             below: Vec::new(),
             files: Vec::new(),
             arguments: Vec::new(),
-            limit: ProgressLimit::GENEROUS,
+            limit: ProcessTimeLimits::GENEROUS,
         }
     }
 
@@ -178,8 +178,8 @@ impl LinuxGuest {
         self
     }
 
-    /// Sets the time limits of the run. The default is [`ProgressLimit::GENEROUS`].
-    pub fn limit(mut self, limit: impl Into<ProgressLimit>) -> Self {
+    /// Sets the time limits of the run. The default is [`ProcessTimeLimits::GENEROUS`].
+    pub fn limit(mut self, limit: impl Into<ProcessTimeLimits>) -> Self {
         self.limit = limit.into();
         self
     }
@@ -274,7 +274,7 @@ impl LinuxGuest {
         let join = HostCommand::shell(format!(
             "cat '{below}' '{initrd}' '{extra}' >'{joined}' && rm '{below}' '{extra}'"
         ));
-        let output = place.run(&join, ProgressLimit::GENEROUS)?;
+        let output = place.run(&join, ProcessTimeLimits::GENEROUS)?;
         if output.success() {
             Ok(joined)
         } else {
@@ -305,7 +305,7 @@ impl LinuxGuest {
     }
 
     /// Returns the limits of the run.
-    pub fn limits(&self) -> ProgressLimit {
+    pub fn limits(&self) -> ProcessTimeLimits {
         self.limit
     }
 
@@ -339,7 +339,7 @@ impl LinuxGuest {
     pub fn run(&self, place: &TestHost) -> Result<GuestRun, TestHostError> {
         let process = place.start(&self.command(place)?)?;
         let result = process.wait_or_diagnose(self.limit, || place.diagnose_hang());
-        if let Err(ProcessError::TimedOut { .. }) = &result
+        if let Err(ProcessRunError::TimedOut { .. }) = &result
             && let TestHost::Lab(host) = place
         {
             // Replace the lab, so that later guests do not run in a hung one.
@@ -351,7 +351,7 @@ impl LinuxGuest {
 
 /// The output of one section of a guest's script.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct ScriptSection {
+pub struct GuestScriptSection {
     /// Standard output and standard error of the section's command.
     pub text: String,
     /// Exit status of the section's command; `None` if the guest ended before the command.
@@ -364,7 +364,7 @@ pub struct GuestConsoleLog {
     /// Guest time from the start of the kernel to its first process, in seconds.
     pub boot_seconds: Option<f64>,
     /// Output by section name. A later section replaces an earlier one of the same name.
-    pub sections: BTreeMap<String, ScriptSection>,
+    pub sections: BTreeMap<String, GuestScriptSection>,
     /// Files sent by the guest, by name. Damaged files are omitted.
     pub files: BTreeMap<String, Vec<u8>>,
     /// Exit status of the guest's script, or `None` if the script did not finish.
@@ -409,7 +409,7 @@ impl GuestConsoleLog {
                     // Record the section now, in case the guest ends before the section does.
                     console.sections.insert(
                         argument.to_owned(),
-                        ScriptSection {
+                        GuestScriptSection {
                             text: String::new(),
                             status: None,
                         },
@@ -417,7 +417,7 @@ impl GuestConsoleLog {
                 }
                 ("end", ParserState::Section(name, text)) if name == argument => {
                     let status = words.next().and_then(|word| word.parse().ok());
-                    console.sections.insert(name, ScriptSection { text, status });
+                    console.sections.insert(name, GuestScriptSection { text, status });
                 }
                 ("file", _) => state = ParserState::File(argument.to_owned(), String::new()),
                 ("eof", ParserState::File(name, text)) if name == argument => {
@@ -431,7 +431,7 @@ impl GuestConsoleLog {
         if let ParserState::Section(name, text) = state {
             console
                 .sections
-                .insert(name, ScriptSection { text, status: None });
+                .insert(name, GuestScriptSection { text, status: None });
         }
         console
     }
@@ -480,11 +480,11 @@ impl GuestRun {
     #[track_caller]
     pub fn section(&self, name: &str) -> &str {
         match self.console.sections.get(name) {
-            Some(ScriptSection {
+            Some(GuestScriptSection {
                 text,
                 status: Some(0),
             }) => text,
-            Some(ScriptSection { text, status }) => panic!(
+            Some(GuestScriptSection { text, status }) => panic!(
                 "guest section {name} ended with status {status:?}:\n{}{}\n{self}",
                 panics(text),
                 last_lines(text, 30)

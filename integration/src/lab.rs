@@ -27,9 +27,11 @@ use tempfile::TempDir;
 
 use crate::artefacts::{self, LabBinaries};
 use crate::monitor::Monitor;
-use crate::process::{HostCommand, HostProcess, OutputSink, ProcessControl, ProcessError, ProcessProgress};
+use crate::process::{
+    HostCommand, HostProcess, OutputSink, ProcessControl, ProcessProgress, ProcessRunError,
+};
 use lab_agent::wire::{
-    Frame, FrameKind, MAX_PAYLOAD_BYTES, NewFile, StartRequest, StreamMode, TerminalSize, read_frame,
+    Frame, FrameKind, MAX_PAYLOAD_BYTES, NewFile, ProcessStartRequest, StdioMode, TerminalSize, read_frame,
 };
 
 pub use error::LabError;
@@ -212,8 +214,8 @@ impl Lab {
     /// # Errors
     /// Returns an error if the lab has ended. A missing program is reported by
     /// [`HostProcess::wait`].
-    pub fn start(&self, command: &HostCommand) -> Result<HostProcess, ProcessError> {
-        let (process, _) = self.start_with(command, StreamMode::Pipes, ProcessProgress::default())?;
+    pub fn start(&self, command: &HostCommand) -> Result<HostProcess, ProcessRunError> {
+        let (process, _) = self.start_with(command, StdioMode::Pipes, ProcessProgress::default())?;
         Ok(process)
     }
 
@@ -225,28 +227,28 @@ impl Lab {
     pub fn stream(
         &self,
         command: &HostCommand,
-        streams: StreamMode,
+        streams: StdioMode,
         sink: OutputSink,
-    ) -> Result<(HostProcess, RemoteProcess), ProcessError> {
+    ) -> Result<(HostProcess, LabProcess), ProcessRunError> {
         self.start_with(command, streams, ProcessProgress::with_sink(sink))
     }
 
     fn start_with(
         &self,
         command: &HostCommand,
-        streams: StreamMode,
+        streams: StdioMode,
         progress: ProcessProgress,
-    ) -> Result<(HostProcess, RemoteProcess), ProcessError> {
+    ) -> Result<(HostProcess, LabProcess), ProcessRunError> {
         let id = self.link.new_id();
         let progress = Arc::new(progress);
-        let gone = |message: String| ProcessError::LabGone {
+        let gone = |message: String| ProcessRunError::LabGone {
             command: command.line(),
             message,
         };
         self.link
             .report_to(id, &progress)
             .map_err(|refusal| gone(refusal.0))?;
-        let start = StartRequest {
+        let start = ProcessStartRequest {
             argv: command.argv.clone(),
             env: command.env.clone(),
             streams,
@@ -255,7 +257,7 @@ impl Lab {
         self.link
             .send(FrameKind::Start, id, &payload)
             .map_err(|error| gone(error.to_string()))?;
-        let remote = RemoteProcess {
+        let remote = LabProcess {
             link: Arc::clone(&self.link),
             id,
         };
@@ -332,12 +334,12 @@ impl Drop for Lab {
 
 /// A handle to a process in the lab. It can be cloned and used by any thread.
 #[derive(Clone)]
-pub struct RemoteProcess {
+pub struct LabProcess {
     link: Arc<AgentLink>,
     id: u32,
 }
 
-impl RemoteProcess {
+impl LabProcess {
     /// Writes to the standard input or the terminal of the process. An empty slice signals end of
     /// file.
     ///
@@ -367,13 +369,13 @@ impl RemoteProcess {
     }
 }
 
-impl ProcessControl for RemoteProcess {
+impl ProcessControl for LabProcess {
     fn stdin(&mut self, bytes: &[u8]) -> io::Result<()> {
         self.write(bytes)
     }
 
     fn signal(&mut self, number: i32) {
-        RemoteProcess::signal(self, number);
+        LabProcess::signal(self, number);
     }
 }
 

@@ -7,15 +7,15 @@ use std::thread;
 
 use crate::artefacts;
 use crate::lab::LabOptions;
-use crate::limit::ProgressLimit;
-use crate::pool::{LabNeed, Pool, PoolError, PoolGrant};
+use crate::limit::ProcessTimeLimits;
+use crate::pool::{LabNeed, Pool, PoolGrant, TestHostPoolError};
 use crate::process::HostCommand;
 use crate::report::HostUse;
-use crate::test_host::{KvmKind, LabHost, TestHost, TestHostError, probe_kvm};
+use crate::test_host::{KvmGuestSupport, LabHost, TestHost, TestHostError, probe_kvm};
 
 pub use crate::pool::TestHostLeaseMode;
 
-static POOL: LazyLock<Result<Arc<Pool<LabHost>>, PoolError>> =
+static POOL: LazyLock<Result<Arc<Pool<LabHost>>, TestHostPoolError>> =
     LazyLock::new(|| Pool::of_this_machine().map(Arc::new));
 
 /// Errors of labs that failed to boot, by lab options. A failed boot can take many minutes and is
@@ -43,16 +43,16 @@ rm -rf /run/perfvisor /tmp/* || exit 1
 
 /// Error returned when a test host cannot be leased from the pool.
 #[derive(Debug, Clone, thiserror::Error)]
-pub enum LeaseError {
+pub enum TestHostLeaseError {
     /// The pool rejected the request.
     #[error(transparent)]
-    Pool(#[from] PoolError),
+    Pool(#[from] TestHostPoolError),
     /// The test host could not be prepared, now or for an earlier test with the same options.
     #[error("{}", artefacts::describe(.0.as_ref()))]
     Prepare(Arc<TestHostError>),
 }
 
-impl From<TestHostError> for LeaseError {
+impl From<TestHostError> for TestHostLeaseError {
     fn from(error: TestHostError) -> Self {
         Self::Prepare(Arc::new(error))
     }
@@ -68,8 +68,11 @@ struct Admission {
 impl Admission {
     /// Waits until the pool admits a request. Also returns an idle lab with the required options,
     /// if there is one.
-    fn new(access: TestHostLeaseMode, need: Option<LabNeed>) -> Result<(Self, Option<LabHost>), PoolError> {
-        let pool = POOL.as_ref().map_err(PoolError::clone)?;
+    fn new(
+        access: TestHostLeaseMode,
+        need: Option<LabNeed>,
+    ) -> Result<(Self, Option<LabHost>), TestHostPoolError> {
+        let pool = POOL.as_ref().map_err(TestHostPoolError::clone)?;
         let watch = HostUse::begin();
         let (grant, warm) = pool.acquire(access, need)?;
         Ok((Self { watch, grant }, warm))
@@ -102,7 +105,7 @@ impl TestHost {
     ///
     /// # Errors
     /// Returns an error if the host cannot be prepared or the calling thread holds a lease.
-    pub fn shared() -> Result<TestHostLease, LeaseError> {
+    pub fn shared() -> Result<TestHostLease, TestHostLeaseError> {
         Self::lease(&LabOptions::default(), TestHostLeaseMode::Shared)
     }
 
@@ -110,7 +113,7 @@ impl TestHost {
     ///
     /// # Errors
     /// Returns the same errors as [`TestHost::shared`].
-    pub fn alone() -> Result<TestHostLease, LeaseError> {
+    pub fn alone() -> Result<TestHostLease, TestHostLeaseError> {
         Self::lease(&LabOptions::default(), TestHostLeaseMode::Exclusive)
     }
 
@@ -119,7 +122,10 @@ impl TestHost {
     ///
     /// # Errors
     /// Returns the same errors as [`TestHost::shared`].
-    pub fn lease(options: &LabOptions, access: TestHostLeaseMode) -> Result<TestHostLease, LeaseError> {
+    pub fn lease(
+        options: &LabOptions,
+        access: TestHostLeaseMode,
+    ) -> Result<TestHostLease, TestHostLeaseError> {
         TestHostLease::new((!Self::is_direct()?).then_some(options), access)
     }
 
@@ -127,7 +133,7 @@ impl TestHost {
     ///
     /// # Errors
     /// Returns the same errors as [`TestHost::shared`].
-    pub fn lab(access: TestHostLeaseMode) -> Result<TestHostLease, LeaseError> {
+    pub fn lab(access: TestHostLeaseMode) -> Result<TestHostLease, TestHostLeaseError> {
         TestHostLease::new(Some(&LabOptions::default()), access)
     }
 
@@ -136,9 +142,9 @@ impl TestHost {
     ///
     /// # Errors
     /// Returns the same errors as [`TestHost::shared`].
-    pub fn for_bare_metal(access: TestHostLeaseMode) -> Result<TestHostLease, LeaseError> {
+    pub fn for_bare_metal(access: TestHostLeaseMode) -> Result<TestHostLease, TestHostLeaseError> {
         let options = LabOptions::default();
-        TestHostLease::new((probe_kvm() == KvmKind::None).then_some(&options), access)
+        TestHostLease::new((probe_kvm() == KvmGuestSupport::None).then_some(&options), access)
     }
 
     /// Prepares a test host outside the pool: this machine, or a new lab with `options` if this
@@ -165,7 +171,7 @@ pub struct TestHostLease {
 
 impl TestHostLease {
     /// Leases a lab with the given options, or this machine if `lab` is `None`.
-    fn new(lab: Option<&LabOptions>, access: TestHostLeaseMode) -> Result<Self, LeaseError> {
+    fn new(lab: Option<&LabOptions>, access: TestHostLeaseMode) -> Result<Self, TestHostLeaseError> {
         let need = lab.map(|options| LabNeed {
             key: Some(format!("{options:?}")),
             memory_mib: options.memory_mib.into(),
@@ -188,16 +194,16 @@ impl TestHostLease {
 }
 
 /// Boots a lab unless one with the same options has failed to boot.
-fn boot(options: &LabOptions) -> Result<LabHost, LeaseError> {
+fn boot(options: &LabOptions) -> Result<LabHost, TestHostLeaseError> {
     let failed = || FAILED.lock().unwrap_or_else(PoisonError::into_inner);
     let key = format!("{options:?}");
     if let Some(error) = failed().get(&key) {
-        return Err(LeaseError::Prepare(Arc::clone(error)));
+        return Err(TestHostLeaseError::Prepare(Arc::clone(error)));
     }
     LabHost::boot_first(options).map_err(|error| {
         let error = Arc::new(TestHostError::from(error));
         failed().insert(key, Arc::clone(&error));
-        LeaseError::Prepare(error)
+        TestHostLeaseError::Prepare(error)
     })
 }
 
@@ -248,7 +254,7 @@ fn clean(host: &LabHost) -> Result<(), String> {
     let lab = host.last();
     let output = lab
         .start(&HostCommand::shell(CLEAN))
-        .and_then(|process| process.wait(ProgressLimit::GENEROUS))
+        .and_then(|process| process.wait(ProcessTimeLimits::GENEROUS))
         .map_err(|error| error.to_string())?;
     if output.success() {
         return Ok(());

@@ -11,7 +11,7 @@ use std::time::Duration;
 
 /// Time limits of a process.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct ProgressLimit {
+pub struct ProcessTimeLimits {
     /// Maximum time in which a process neither prints nor uses CPU time.
     pub still: Duration,
     /// Maximum time in which a process prints nothing, even if it uses CPU time.
@@ -20,7 +20,7 @@ pub struct ProgressLimit {
     pub overall: Duration,
 }
 
-impl ProgressLimit {
+impl ProcessTimeLimits {
     /// Limits for a guest that may be single-stepped in the lab, on a slow machine under load. The
     /// longest measured time without output is 14 s on the development machine, and 42 s on a
     /// machine with a third of its speed.
@@ -38,20 +38,20 @@ impl ProgressLimit {
         since_start: Duration,
         silent: Duration,
         still: Duration,
-    ) -> Option<ExceededProgressLimit> {
+    ) -> Option<ExceededTimeLimit> {
         if since_start >= self.overall {
-            Some(ExceededProgressLimit::Overall(self.overall))
+            Some(ExceededTimeLimit::Overall(self.overall))
         } else if silent >= self.silent {
-            Some(ExceededProgressLimit::Silent(self.silent))
+            Some(ExceededTimeLimit::Silent(self.silent))
         } else if still >= self.still {
-            Some(ExceededProgressLimit::Still(self.still))
+            Some(ExceededTimeLimit::Still(self.still))
         } else {
             None
         }
     }
 
     /// Returns the remaining time until a process without further progress exceeds a limit. The
-    /// arguments are those of [`ProgressLimit::overrun`].
+    /// arguments are those of [`ProcessTimeLimits::overrun`].
     pub(crate) fn left(&self, since_start: Duration, silent: Duration, still: Duration) -> Duration {
         (self.overall.saturating_sub(since_start))
             .min(self.silent.saturating_sub(silent))
@@ -61,7 +61,7 @@ impl ProgressLimit {
 
 /// Creates limits that only restrict the total run time, for short commands and for commands that
 /// must be stopped.
-impl From<Duration> for ProgressLimit {
+impl From<Duration> for ProcessTimeLimits {
     fn from(overall: Duration) -> Self {
         Self {
             still: overall,
@@ -73,16 +73,16 @@ impl From<Duration> for ProgressLimit {
 
 /// The time limit that a process exceeded.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum ExceededProgressLimit {
-    /// [`ProgressLimit::still`] was exceeded.
+pub enum ExceededTimeLimit {
+    /// [`ProcessTimeLimits::still`] was exceeded.
     Still(Duration),
-    /// [`ProgressLimit::silent`] was exceeded.
+    /// [`ProcessTimeLimits::silent`] was exceeded.
     Silent(Duration),
-    /// [`ProgressLimit::overall`] was exceeded.
+    /// [`ProcessTimeLimits::overall`] was exceeded.
     Overall(Duration),
 }
 
-impl fmt::Display for ExceededProgressLimit {
+impl fmt::Display for ExceededTimeLimit {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Still(bound) => write!(f, "hung: no output and no CPU time for {bound:?}"),
@@ -99,7 +99,7 @@ mod tests {
     #[test]
     fn each_limit_is_enforced_independently() {
         let s = Duration::from_secs;
-        let limit = ProgressLimit {
+        let limit = ProcessTimeLimits {
             still: s(10),
             silent: s(60),
             overall: s(300),
@@ -108,19 +108,19 @@ mod tests {
         assert_eq!(limit.left(s(299), s(59), s(9)), s(1));
         assert_eq!(
             limit.overrun(s(300), s(0), s(0)),
-            Some(ExceededProgressLimit::Overall(s(300)))
+            Some(ExceededTimeLimit::Overall(s(300)))
         );
         assert_eq!(
             limit.overrun(s(100), s(60), s(0)),
-            Some(ExceededProgressLimit::Silent(s(60)))
+            Some(ExceededTimeLimit::Silent(s(60)))
         );
         assert_eq!(
             limit.overrun(s(100), s(11), s(10)),
-            Some(ExceededProgressLimit::Still(s(10)))
+            Some(ExceededTimeLimit::Still(s(10)))
         );
         assert_eq!(
-            ProgressLimit::from(s(5)).overrun(s(5), s(0), s(0)),
-            Some(ExceededProgressLimit::Overall(s(5)))
+            ProcessTimeLimits::from(s(5)).overrun(s(5), s(0), s(0)),
+            Some(ExceededTimeLimit::Overall(s(5)))
         );
     }
 }

@@ -51,7 +51,7 @@ pub(crate) struct LabNeed {
 
 /// Error returned when the pool rejects a request.
 #[derive(Debug, Clone, thiserror::Error)]
-pub enum PoolError {
+pub enum TestHostPoolError {
     /// The calling thread already holds a grant. A second grant per thread could cause a deadlock.
     #[error("this thread already holds a lease; drop it before requesting another one")]
     AlreadyHeld,
@@ -206,11 +206,11 @@ pub(crate) struct Pool<L> {
 impl<L> Pool<L> {
     /// Creates a pool whose limits depend on this machine's memory and the environment variable
     /// `PERFVISOR_LABS`.
-    pub(crate) fn of_this_machine() -> Result<Self, PoolError> {
+    pub(crate) fn of_this_machine() -> Result<Self, TestHostPoolError> {
         let limit = match std::env::var(LIMIT_VARIABLE) {
             Ok(text) if !text.is_empty() => match text.parse() {
                 Ok(limit) if limit > 0 => limit,
-                _ => return Err(PoolError::Limit(text)),
+                _ => return Err(TestHostPoolError::Limit(text)),
             },
             _ => DEFAULT_LIMIT,
         };
@@ -242,16 +242,16 @@ impl<L> Pool<L> {
     /// one lab.
     ///
     /// # Errors
-    /// Returns [`PoolError::AlreadyHeld`] if the calling thread holds a grant.
+    /// Returns [`TestHostPoolError::AlreadyHeld`] if the calling thread holds a grant.
     pub(crate) fn acquire(
         self: &Arc<Self>,
         access: TestHostLeaseMode,
         lab: Option<LabNeed>,
-    ) -> Result<(PoolGrant<L>, Option<L>), PoolError> {
+    ) -> Result<(PoolGrant<L>, Option<L>), TestHostPoolError> {
         let thread = thread::current();
         let mut state = self.lock();
         if state.running.iter().any(|running| running.thread == thread.id()) {
-            return Err(PoolError::AlreadyHeld);
+            return Err(TestHostPoolError::AlreadyHeld);
         }
         state.tickets += 1;
         let ticket = state.tickets;
@@ -490,7 +490,7 @@ mod tests {
         let first = pool.acquire(TestHostLeaseMode::Shared, None).unwrap();
         assert!(matches!(
             pool.acquire(TestHostLeaseMode::Shared, None),
-            Err(PoolError::AlreadyHeld)
+            Err(TestHostPoolError::AlreadyHeld)
         ));
         drop(first);
         assert!(pool.acquire(TestHostLeaseMode::Exclusive, None).is_ok());

@@ -11,11 +11,11 @@ use lab_agent::cpu_time::{WATCH_PERIOD, cpu_ticks_of_group};
 use lab_agent::ordered::OutputStream;
 use lab_agent::wire::ProcessExit;
 
-use crate::limit::{ExceededProgressLimit, ProgressLimit};
+use crate::limit::{ExceededTimeLimit, ProcessTimeLimits};
 
 /// Error returned when a process cannot be run to its end.
 #[derive(Debug, thiserror::Error)]
-pub enum ProcessError {
+pub enum ProcessRunError {
     /// The process could not be started.
     #[error("cannot start {command}: {message}")]
     Start {
@@ -30,7 +30,7 @@ pub enum ProcessError {
         /// Command line of the process that was killed.
         command: String,
         /// Time limit that the process exceeded.
-        overrun: ExceededProgressLimit,
+        overrun: ExceededTimeLimit,
         /// Time since the last output. A long time suggests that the process hangs, a short time
         /// that it is slow.
         silent: Duration,
@@ -239,9 +239,9 @@ impl ProcessProgress {
     fn wait_until(
         &self,
         start: Instant,
-        limit: ProgressLimit,
+        limit: ProcessTimeLimits,
         mut done: impl FnMut(&ProcessState) -> bool,
-    ) -> Result<(), ExceededProgressLimit> {
+    ) -> Result<(), ExceededTimeLimit> {
         let began = Instant::now();
         let mut state = self.lock();
         loop {
@@ -307,8 +307,8 @@ impl HostProcess {
     ///
     /// # Errors
     /// Returns an error if the program does not exist or cannot be executed.
-    pub fn start_here(command: &HostCommand) -> Result<Self, ProcessError> {
-        let start_error = |message: String| ProcessError::Start {
+    pub fn start_here(command: &HostCommand) -> Result<Self, ProcessRunError> {
+        let start_error = |message: String| ProcessRunError::Start {
             command: command.line(),
             message,
         };
@@ -362,7 +362,7 @@ impl HostProcess {
     /// # Errors
     /// Returns an error if the process could not be started or exceeded a limit, or if the lab
     /// ended.
-    pub fn wait(self, limit: impl Into<ProgressLimit>) -> Result<ProcessOutput, ProcessError> {
+    pub fn wait(self, limit: impl Into<ProcessTimeLimits>) -> Result<ProcessOutput, ProcessRunError> {
         self.wait_or_diagnose(limit, String::new)
     }
 
@@ -373,9 +373,9 @@ impl HostProcess {
     /// Returns the same errors as [`HostProcess::wait`].
     pub fn wait_or_diagnose(
         mut self,
-        limit: impl Into<ProgressLimit>,
+        limit: impl Into<ProcessTimeLimits>,
         look: impl FnOnce() -> String,
-    ) -> Result<ProcessOutput, ProcessError> {
+    ) -> Result<ProcessOutput, ProcessRunError> {
         let ended = |state: &ProcessState| state.end.is_some();
         if let Err(overrun) = self.progress.wait_until(self.started, limit.into(), ended) {
             let error = self.timed_out(overrun, look);
@@ -391,21 +391,21 @@ impl HostProcess {
                 ended,
                 elapsed: self.started.elapsed(),
             }),
-            Some(OutputEnd::NotStarted(message)) => Err(ProcessError::Start { command, message }),
-            Some(OutputEnd::LabGone(message)) => Err(ProcessError::LabGone { command, message }),
+            Some(OutputEnd::NotStarted(message)) => Err(ProcessRunError::Start { command, message }),
+            Some(OutputEnd::LabGone(message)) => Err(ProcessRunError::LabGone { command, message }),
             None => unreachable!("wait_until saw an end"),
         }
     }
 
     /// Waits until the standard output of the process contains `text`. `limit` applies from this
     /// call. Returns `false` if the process exits or exceeds a limit before printing the text.
-    pub fn wait_for(&self, text: &str, limit: impl Into<ProgressLimit>) -> bool {
+    pub fn wait_for(&self, text: &str, limit: impl Into<ProcessTimeLimits>) -> bool {
         self.wait_for_in(|state| &state.stdout, text, limit.into())
     }
 
     /// Waits until the standard error of the process contains `text`. Otherwise like
     /// [`HostProcess::wait_for`].
-    pub fn wait_for_message(&self, text: &str, limit: impl Into<ProgressLimit>) -> bool {
+    pub fn wait_for_message(&self, text: &str, limit: impl Into<ProcessTimeLimits>) -> bool {
         self.wait_for_in(|state| &state.stderr, text, limit.into())
     }
 
@@ -413,7 +413,7 @@ impl HostProcess {
         &self,
         stream: impl Fn(&ProcessState) -> &Vec<u8>,
         text: &str,
-        limit: ProgressLimit,
+        limit: ProcessTimeLimits,
     ) -> bool {
         let contains = |state: &ProcessState| {
             stream(state)
@@ -426,7 +426,7 @@ impl HostProcess {
 
     /// Passes the standard output of the process to `sink` as it arrives, until the process exits
     /// or exceeds a limit. The caller must still call [`HostProcess::wait`].
-    pub fn follow(&self, limit: impl Into<ProgressLimit>, mut sink: impl FnMut(&[u8])) {
+    pub fn follow(&self, limit: impl Into<ProcessTimeLimits>, mut sink: impl FnMut(&[u8])) {
         let mut seen = 0;
         let limit = limit.into();
         loop {
@@ -453,7 +453,7 @@ impl HostProcess {
     ///
     /// # Errors
     /// Returns an error if the process no longer reads its standard input.
-    pub fn write(&mut self, bytes: &[u8]) -> Result<(), ProcessError> {
+    pub fn write(&mut self, bytes: &[u8]) -> Result<(), ProcessRunError> {
         self.send(bytes)
     }
 
@@ -461,7 +461,7 @@ impl HostProcess {
     ///
     /// # Errors
     /// Returns an error if the lab has ended.
-    pub fn close_stdin(&mut self) -> Result<(), ProcessError> {
+    pub fn close_stdin(&mut self) -> Result<(), ProcessRunError> {
         self.send(&[])
     }
 
@@ -470,14 +470,16 @@ impl HostProcess {
         self.control.signal(number);
     }
 
-    fn send(&mut self, bytes: &[u8]) -> Result<(), ProcessError> {
-        self.control.stdin(bytes).map_err(|source| ProcessError::Stdin {
-            command: self.command.clone(),
-            source,
-        })
+    fn send(&mut self, bytes: &[u8]) -> Result<(), ProcessRunError> {
+        self.control
+            .stdin(bytes)
+            .map_err(|source| ProcessRunError::Stdin {
+                command: self.command.clone(),
+                source,
+            })
     }
 
-    fn timed_out(&self, overrun: ExceededProgressLimit, look: impl FnOnce() -> String) -> ProcessError {
+    fn timed_out(&self, overrun: ExceededTimeLimit, look: impl FnOnce() -> String) -> ProcessRunError {
         let (silent, mut tail) = {
             let state = self.progress.lock();
             let mut tail = last_lines(&text(&state.stdout), 30);
@@ -486,7 +488,7 @@ impl HostProcess {
         };
         // Call `look` without the lock, because more output may arrive.
         tail.push_str(&look());
-        ProcessError::TimedOut {
+        ProcessRunError::TimedOut {
             command: self.command.clone(),
             overrun,
             silent,
@@ -575,7 +577,7 @@ mod tests {
         let error = process
             .wait_or_diagnose(Duration::from_millis(300), || "looked\n".to_owned())
             .unwrap_err();
-        let ProcessError::TimedOut { silent, tail, .. } = &error else {
+        let ProcessRunError::TimedOut { silent, tail, .. } = &error else {
             panic!("{error}");
         };
         assert_eq!(tail, "before\nlooked\n");
@@ -586,7 +588,7 @@ mod tests {
     /// print nothing for half an hour before the test requests it to stop.
     #[test]
     fn silence_before_wait_does_not_count() {
-        let limit = ProgressLimit {
+        let limit = ProcessTimeLimits {
             silent: Duration::from_secs(6),
             still: Duration::from_secs(6),
             overall: LIMIT * 10,
@@ -600,9 +602,9 @@ mod tests {
     /// The limit `still` does not kill a process that uses CPU time without printing anything.
     #[test]
     fn silent_busy_process_is_not_killed() {
-        let limit = ProgressLimit {
+        let limit = ProcessTimeLimits {
             still: 2 * WATCH_PERIOD + WATCH_PERIOD / 2,
-            ..ProgressLimit::from(LIMIT * 10)
+            ..ProcessTimeLimits::from(LIMIT * 10)
         };
         let busy = HostCommand::shell(
             "end=$(($(date +%s) + 16)); while [ $(date +%s) -lt $end ]; do :; done; echo done",
@@ -610,9 +612,9 @@ mod tests {
         let still = HostCommand::shell("sleep 1000");
         let [busy, still] = [busy, still].map(|command| HostProcess::start_here(&command).unwrap());
         let error = still.wait(limit).unwrap_err();
-        let bound = ExceededProgressLimit::Still(limit.still);
+        let bound = ExceededTimeLimit::Still(limit.still);
         assert!(
-            matches!(&error, ProcessError::TimedOut { overrun, .. } if *overrun == bound),
+            matches!(&error, ProcessRunError::TimedOut { overrun, .. } if *overrun == bound),
             "{error}"
         );
         assert_eq!(busy.wait(limit).unwrap().stdout_text(), "done\n");

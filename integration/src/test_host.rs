@@ -9,9 +9,9 @@ use std::sync::{Arc, Mutex, PoisonError};
 use crate::artefacts::{self, ArtefactError};
 use crate::hang::{self, ANSWER_LIMIT};
 use crate::lab::{Lab, LabError, LabOptions};
-use crate::limit::ProgressLimit;
-use crate::pool::PoolError;
-use crate::process::{HostCommand, HostProcess, ProcessError, ProcessOutput};
+use crate::limit::ProcessTimeLimits;
+use crate::pool::TestHostPoolError;
+use crate::process::{HostCommand, HostProcess, ProcessOutput, ProcessRunError};
 use crate::report;
 
 /// Error returned when a scenario cannot be run.
@@ -25,10 +25,10 @@ pub enum TestHostError {
     Artefact(#[from] ArtefactError),
     /// A process could not be run to its end.
     #[error(transparent)]
-    Process(#[from] ProcessError),
+    Process(#[from] ProcessRunError),
     /// The pool rejected a request for a test host.
     #[error(transparent)]
-    Pool(#[from] PoolError),
+    Pool(#[from] TestHostPoolError),
     /// A local file could not be read or written.
     #[error("{path}: {message}")]
     File {
@@ -55,7 +55,7 @@ pub enum TestHostError {
 
 /// Kind of KVM on this machine, which determines the guests that it can run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum KvmKind {
+pub enum KvmGuestSupport {
     /// KVM with VT-x or AMD-V, which can run Linux guests.
     Hardware,
     /// KVM without hardware virtualization, which can run bare-metal guests only.
@@ -65,20 +65,20 @@ pub enum KvmKind {
 }
 
 /// Determines the type of KVM on this machine.
-pub fn probe_kvm() -> KvmKind {
+pub fn probe_kvm() -> KvmGuestSupport {
     if fs::OpenOptions::new()
         .read(true)
         .write(true)
         .open("/dev/kvm")
         .is_err()
     {
-        return KvmKind::None;
+        return KvmGuestSupport::None;
     }
     let module = |name: &str| Path::new("/sys/module").join(name).exists();
     if module("kvm_pvm") || !(module("kvm_intel") || module("kvm_amd")) {
-        return KvmKind::SoftwareOnly;
+        return KvmGuestSupport::SoftwareOnly;
     }
-    KvmKind::Hardware
+    KvmGuestSupport::Hardware
 }
 
 /// A host that can run scenarios: this machine or a lab.
@@ -186,7 +186,7 @@ impl TestHost {
         match std::env::var("PERFVISOR_PLACE").as_deref() {
             Ok("direct") => Ok(true),
             Ok("lab") => Ok(false),
-            Ok("") | Err(_) => Ok(probe_kvm() == KvmKind::Hardware),
+            Ok("") | Err(_) => Ok(probe_kvm() == KvmGuestSupport::Hardware),
             Ok(other) => Err(TestHostError::Choice(other.to_owned())),
         }
     }
@@ -275,7 +275,7 @@ impl TestHost {
     pub fn run(
         &self,
         command: &HostCommand,
-        limit: impl Into<ProgressLimit>,
+        limit: impl Into<ProcessTimeLimits>,
     ) -> Result<ProcessOutput, TestHostError> {
         Ok(self.start(command)?.wait(limit)?)
     }
@@ -288,7 +288,7 @@ impl TestHost {
     /// fails.
     pub fn check(&self, pointer: &str) -> Result<bool, TestHostError> {
         let command = HostCommand::new(self.perfvisor()?).args(["check", "--json"]);
-        let output = self.run(&command, ProgressLimit::GENEROUS)?.stdout_text();
+        let output = self.run(&command, ProcessTimeLimits::GENEROUS)?.stdout_text();
         serde_json::from_str::<serde_json::Value>(&output)
             .ok()
             .and_then(|facts| facts.pointer(pointer)?.as_bool())

@@ -25,7 +25,9 @@ use lab_agent::cpu_time::{WATCH_PERIOD, cpu_ticks_of_group};
 use lab_agent::heartbeat;
 use lab_agent::ordered::{self, OrderedOutputReceiver, OutputStream};
 use lab_agent::terminal;
-use lab_agent::wire::{Frame, FrameKind, MAX_PAYLOAD_BYTES, NewFile, ProcessExit, StartRequest, StreamMode};
+use lab_agent::wire::{
+    Frame, FrameKind, MAX_PAYLOAD_BYTES, NewFile, ProcessExit, ProcessStartRequest, StdioMode,
+};
 use lab_agent::wire::{read_frame, write_frame};
 
 /// Connection to the test runner, shared by all threads of the agent.
@@ -195,7 +197,7 @@ fn handle(
     let Frame { kind, id, payload } = frame;
     match kind {
         FrameKind::Start => {
-            let start: StartRequest = serde_json::from_slice(&payload)?;
+            let start: ProcessStartRequest = serde_json::from_slice(&payload)?;
             match spawn(&start) {
                 Ok((child, stdin, output)) => {
                     let pid = i32::try_from(child.id()).unwrap_or(0);
@@ -277,14 +279,14 @@ fn handle(
 }
 
 /// Starts a process. Returns the process, its input and the source of its output.
-fn spawn(start: &StartRequest) -> io::Result<(Child, Input, OutputSource)> {
+fn spawn(start: &ProcessStartRequest) -> io::Result<(Child, Input, OutputSource)> {
     let (program, arguments) = start
         .argv
         .split_first()
         .ok_or_else(|| io::Error::new(io::ErrorKind::InvalidInput, "no program"))?;
     let mut command = Command::new(program);
     command.args(arguments).envs(start.env.iter().cloned());
-    if let StreamMode::Terminal(size) = start.streams {
+    if let StdioMode::Terminal(size) = start.streams {
         // The terminal makes the process the leader of a session and of a process group.
         let terminal = terminal::attach(&mut command, size)?;
         let child = command.spawn()?;
@@ -294,7 +296,7 @@ fn spawn(start: &StartRequest) -> io::Result<(Child, Input, OutputSource)> {
     // Use a separate process group, so that signals also reach the children.
     command.stdin(Stdio::piped()).process_group(0);
     let ordered = match start.streams {
-        StreamMode::Ordered => {
+        StdioMode::Ordered => {
             let (output, input) = ordered::pipes()?;
             command.stdout(input.stdout).stderr(input.stderr);
             Some(output)

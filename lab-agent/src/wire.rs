@@ -20,7 +20,8 @@ const HEADER_BYTES: usize = 9;
 pub enum FrameKind {
     /// Greeting, sent by the agent. The payload is the release of the lab's kernel.
     Hello = 1,
-    /// Request to start a process, sent by the runner. The payload is a [`StartRequest`] as JSON.
+    /// Request to start a process, sent by the runner. The payload is a [`ProcessStartRequest`] as
+    /// JSON.
     Start = 2,
     /// Standard input of a process, sent by the runner. An empty payload means end of file.
     Stdin = 3,
@@ -77,18 +78,18 @@ pub struct Frame {
 
 /// A request to start a process.
 #[derive(Debug, Serialize, Deserialize)]
-pub struct StartRequest {
+pub struct ProcessStartRequest {
     /// Program and arguments.
     pub argv: Vec<String>,
     /// Environment variables of the process, in addition to those of the agent.
     pub env: Vec<(String, String)>,
     /// How the standard streams of the process are connected to the runner.
-    pub streams: StreamMode,
+    pub streams: StdioMode,
 }
 
 /// How the standard streams of a process in the lab are connected to the runner.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub enum StreamMode {
+pub enum StdioMode {
     /// Two pipes of the usual size. Output on standard output and standard error may arrive in a
     /// different order than it was written.
     #[default]
@@ -225,13 +226,14 @@ mod tests {
             rows: 50,
             columns: 132,
         };
-        for streams in [StreamMode::Pipes, StreamMode::Ordered, StreamMode::Terminal(size)] {
-            let start = StartRequest {
+        for streams in [StdioMode::Pipes, StdioMode::Ordered, StdioMode::Terminal(size)] {
+            let start = ProcessStartRequest {
                 argv: vec!["sh".into(), "-c".into(), "echo \"a b\"".into()],
                 env: vec![("TERM".into(), "xterm".into())],
                 streams,
             };
-            let read: StartRequest = serde_json::from_slice(&serde_json::to_vec(&start).unwrap()).unwrap();
+            let read: ProcessStartRequest =
+                serde_json::from_slice(&serde_json::to_vec(&start).unwrap()).unwrap();
             assert_eq!(
                 (read.argv, read.env, read.streams),
                 (start.argv, start.env, streams)

@@ -21,7 +21,7 @@ use test_support::steps;
 
 struct Setup {
     core: PerfCore,
-    vcpu: Arc<VcpuContext>,
+    vcpu: Arc<VcpuEventContext>,
     session: Session,
 }
 
@@ -45,7 +45,7 @@ impl Setup {
             .open(
                 &self.session,
                 attr,
-                OpenTarget::Vcpu(VcpuId(0)),
+                EventOpenTarget::Vcpu(VcpuId(0)),
                 leader,
                 OpenFlags::default(),
             )
@@ -144,8 +144,8 @@ fn open_and_enable() -> [[f64; 2]; 2] {
             ],
             [
                 once(&mut || {
-                    ours.disable(ControlScope::Event).unwrap();
-                    ours.enable(ControlScope::Event).unwrap();
+                    ours.disable(EventControlScope::Event).unwrap();
+                    ours.enable(EventControlScope::Event).unwrap();
                 }),
                 once(&mut || kernel_off_and_on(kernels)),
             ],

@@ -7,10 +7,10 @@ use std::sync::Arc;
 
 use criterion::{BenchmarkId, Criterion, criterion_group, criterion_main};
 use perf_core::attr::{Attr, EventType};
-use perf_core::estimate::Estimator;
-use perf_core::mux::{GroupKey, MuxPolicy, MuxQueue, SlotOffer};
-use perf_core::pmu::clock::{CYCLES, ClockPmu, VcpuClock};
-use perf_core::pmu::{Pmu, PmuTarget, VcpuId};
+use perf_core::estimate::CountEstimator;
+use perf_core::mux::{MuxGroupKey, MuxPolicy, MuxQueue, SlotOfferOutcome};
+use perf_core::pmu::clock::{CYCLES, ClockPmu, VcpuRunTimeClock};
+use perf_core::pmu::{Pmu, PmuEventTarget, VcpuId};
 
 const SLOTS: usize = 4;
 
@@ -19,7 +19,7 @@ fn turns(c: &mut Criterion) {
     for policy in [MuxPolicy::Rotate, MuxPolicy::Adaptive] {
         for groups in [10_usize, 1_000, 100_000] {
             let mut queue = MuxQueue::new(policy, 1_000);
-            (0..groups).for_each(|key| queue.insert(GroupKey::from(key)));
+            (0..groups).for_each(|key| queue.insert(MuxGroupKey::from(key)));
             let mut step = 0.1;
             let mut turn = move || {
                 let due = queue.next_turn_ns().unwrap_or(0);
@@ -30,11 +30,11 @@ fn turns(c: &mut Criterion) {
                 let mut used = 0;
                 queue.fill(|key| {
                     if used == SLOTS {
-                        return SlotOffer::NoRoom;
+                        return SlotOfferOutcome::NoRoom;
                     }
                     used += 1;
                     black_box(key);
-                    SlotOffer::Taken
+                    SlotOfferOutcome::Taken
                 });
             };
             // Schedules each group at least once before the measurement, because the first interval
@@ -49,7 +49,7 @@ fn turns(c: &mut Criterion) {
 }
 
 fn estimates(c: &mut Criterion) {
-    let mut estimator = Estimator::new();
+    let mut estimator = CountEstimator::new();
     let mut at = 0;
     c.bench_function("estimate/slice", |b| {
         b.iter(|| {
@@ -63,7 +63,7 @@ fn estimates(c: &mut Criterion) {
 }
 
 fn clock(c: &mut Criterion) {
-    let clock = Arc::new(VcpuClock::for_current_thread(2_000_000));
+    let clock = Arc::new(VcpuRunTimeClock::for_current_thread(2_000_000));
     let pmu = ClockPmu::new(None);
     pmu.add_vcpu(VcpuId(0), Arc::clone(&clock));
     let bracket = || {
@@ -72,7 +72,7 @@ fn clock(c: &mut Criterion) {
     };
     c.bench_function("clock/bracket, no event on", |b| b.iter(bracket));
     let attr = Attr::counting(EventType::CLOCK, CYCLES);
-    let target = PmuTarget::Vcpu {
+    let target = PmuEventTarget::Vcpu {
         vcpu: VcpuId(0),
         tid: clock.tid(),
     };

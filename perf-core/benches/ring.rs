@@ -20,7 +20,7 @@ use criterion::measurement::WallTime;
 use criterion::{BenchmarkGroup, Criterion, Throughput, criterion_group, criterion_main};
 use perf_core::attr::{ReadFormat, SampleType};
 use perf_core::record::{DecodedRecord, EncodeRecord, RecordFormat, Sample};
-use perf_core::ring::{PAGE_SIZE, Ring, RingMode, RingReader};
+use perf_core::ring::{PAGE_SIZE, Ring, RingFullPolicy, RingReader};
 use test_support::figures::{self, BenchmarkFigure, BenchmarkTarget};
 
 /// Number of data pages of the ring: 256 KiB, which fit in the second-level cache of most machines.
@@ -205,7 +205,7 @@ fn reading(
 }
 
 fn bench_read(criterion: &mut Criterion) {
-    let ring = Arc::new(Ring::new(DATA_PAGES, RingMode::Writable).expect("a ring"));
+    let ring = Arc::new(Ring::new(DATA_PAGES, RingFullPolicy::Writable).expect("a ring"));
     let records = (DATA_PAGES * PAGE_SIZE / RECORD) as u64;
 
     let mut group = criterion.benchmark_group("ring read, 40-byte records, bytes only");
@@ -286,7 +286,7 @@ fn bench_read(criterion: &mut Criterion) {
 fn bench_write(criterion: &mut Criterion) {
     let mut group = criterion.benchmark_group("ring write, 40-byte records");
     group.throughput(Throughput::Elements(1));
-    let ring = Arc::new(Ring::new(DATA_PAGES, RingMode::Writable).expect("a ring"));
+    let ring = Arc::new(Ring::new(DATA_PAGES, RingFullPolicy::Writable).expect("a ring"));
     let mut reader = RingReader::of(Arc::clone(&ring));
     let batch = (DATA_PAGES * PAGE_SIZE / RECORD - 2) as u64;
     group.bench_function("one writer", |bencher| {
@@ -308,7 +308,7 @@ fn bench_write(criterion: &mut Criterion) {
         });
     });
     assert_eq!(ring.pending_lost(), 0);
-    let ring = Arc::new(Ring::new(DATA_PAGES, RingMode::Overwrite).expect("a ring"));
+    let ring = Arc::new(Ring::new(DATA_PAGES, RingFullPolicy::Overwrite).expect("a ring"));
     group.bench_function("one writer, overwriting", |bencher| {
         bencher.iter_custom(|iterations| {
             let start = thread_time();
@@ -321,10 +321,10 @@ fn bench_write(criterion: &mut Criterion) {
     assert_eq!(ring.pending_lost(), 0);
 
     let ring = [Arc::new(
-        Ring::new(DATA_PAGES, RingMode::Overwrite).expect("a ring"),
+        Ring::new(DATA_PAGES, RingFullPolicy::Overwrite).expect("a ring"),
     )];
     side_by_side(&mut group, ("one writer, 16 at a time", 1, TOGETHER), &ring);
-    let rings = [(); 2].map(|()| Arc::new(Ring::new(DATA_PAGES, RingMode::Overwrite).expect("a ring")));
+    let rings = [(); 2].map(|()| Arc::new(Ring::new(DATA_PAGES, RingFullPolicy::Overwrite).expect("a ring")));
     side_by_side(&mut group, ("two writers, a ring each", 2, 1), &rings);
     side_by_side(&mut group, ("two writers, one ring", 2, 1), &ring);
     side_by_side(

@@ -15,7 +15,7 @@ use shared::*;
 
 /// Switches back and forth between the two vCPUs `n` times. Returns the duration, and the number of
 /// switches that swapped the contexts.
-fn switch(a: &VcpuContext, b: &VcpuContext, n: u32) -> (Duration, u32) {
+fn switch(a: &VcpuEventContext, b: &VcpuEventContext, n: u32) -> (Duration, u32) {
     let (began, mut exchanged) = (Instant::now(), 0);
     for _ in 0..n {
         exchanged += u32::from(a.switch_to(b)) + u32::from(b.switch_to(a));
@@ -39,7 +39,7 @@ pub fn main() -> Result<(), Box<dyn std::error::Error>> {
             inherit_stat: true,
             ..software(config)
         };
-        core.open(&session, attr, OpenTarget::Vm, None, OpenFlags::default())
+        core.open(&session, attr, EventOpenTarget::Vm, None, OpenFlags::default())
     };
     let faults = open(PAGE_FAULTS)?;
     let _clock = open(TASK_CLOCK)?;
@@ -73,7 +73,7 @@ pub fn main() -> Result<(), Box<dyn std::error::Error>> {
 
     // An event that only one of the two vCPUs has makes their contexts different, so they are no
     // longer exchanged.
-    let target = OpenTarget::Vcpu(VcpuId(1));
+    let target = EventOpenTarget::Vcpu(VcpuId(1));
     let own = core.open(
         &session,
         software(PAGE_FAULTS),

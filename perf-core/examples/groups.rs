@@ -28,7 +28,7 @@ pub fn main() -> Result<(), Box<dyn std::error::Error>> {
     thread.sched_in();
     let session = core.session(0, SessionRole::Admin);
     let open = |attr, group: Option<&EventHandle>, flags| {
-        core.open(&session, attr, OpenTarget::Vcpu(thread.id()), group, flags)
+        core.open(&session, attr, EventOpenTarget::Vcpu(thread.id()), group, flags)
     };
 
     // All members are read at the same time, each with its ID and lost count.
@@ -44,7 +44,7 @@ pub fn main() -> Result<(), Box<dyn std::error::Error>> {
     let faults = open(software(PAGE_FAULTS), Some(&clock), OpenFlags::default())?;
     touch(100);
     // The handle of any member disables the whole group.
-    faults.disable(ControlScope::Group)?;
+    faults.disable(EventControlScope::Group)?;
     let group = clock.read_group()?;
     println!("{} ns with {} page faults", group[0].value, group[1].value);
     assert!(group[1].value >= 100);
@@ -59,7 +59,7 @@ pub fn main() -> Result<(), Box<dyn std::error::Error>> {
     // count, ID and lost count of each member.
     let expected = [group[0], group[1]].map(|r| [r.value, r.id, 0]).concat();
     assert_eq!((words[0], &words[3..]), (2, &expected[..]));
-    clock.reset(ControlScope::Group)?;
+    clock.reset(EventControlScope::Group)?;
     let nothing = clock.read_group()?.iter().all(|reading| reading.value == 0);
     assert!(nothing, "and nothing counts now");
     drop((clock, faults));

@@ -25,7 +25,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
             task: true,
             ..software(config)
         };
-        core.open(&session, attr, OpenTarget::Vm, None, OpenFlags::default())
+        core.open(&session, attr, EventOpenTarget::Vm, None, OpenFlags::default())
     };
     let events = [
         ("task-clock ns", TASK_CLOCK),
@@ -35,10 +35,10 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let events = events
         .into_iter()
         .map(|(name, config)| Ok((name, wide(config)?)))
-        .collect::<Result<Vec<_>, OpenError>>()?;
+        .collect::<Result<Vec<_>, PerfEventOpenError>>()?;
     let faults = &events[1].1;
     let ring = faults.map(4, true)?;
-    let print = |when: &str| -> Result<(), ControlError> {
+    let print = |when: &str| -> Result<(), PerfEventControlError> {
         println!("{when}:");
         for (name, event) in &events {
             println!(

@@ -30,7 +30,7 @@ impl SampleRegs for Exit {
 /// A VM exit whose handling is interrupted by a signal handler that raises another event.
 struct InterruptedExit<'a> {
     exit: Exit,
-    vcpu: &'a VcpuContext,
+    vcpu: &'a VcpuEventContext,
 }
 
 impl SampleRegs for InterruptedExit<'_> {
@@ -41,9 +41,9 @@ impl SampleRegs for InterruptedExit<'_> {
         let vcpu = self.vcpu;
         let inside = |level, id| vcpu.software_event_at(level, id, 1, None, &mut |_| {});
         // An event that is raised at another level is counted.
-        assert!(inside(SoftwareEventLevel::Signal, SoftwareEventId::Pmis));
+        assert!(inside(RecursionContext::Signal, SoftwareEventId::Pmis));
         // An event that is raised at the level being handled is dropped, because it would recurse.
-        assert!(!inside(SoftwareEventLevel::Thread, SoftwareEventId::Exits));
+        assert!(!inside(RecursionContext::Thread, SoftwareEventId::Exits));
         self.exit.ip()
     }
 }
@@ -63,7 +63,7 @@ pub fn main() -> Result<(), Box<dyn std::error::Error>> {
         core.open(&session, attr, target, None, flags)
     };
     let wide = Attr::counting(EventType::VMM, SoftwareEventId::Exits as u64).with_inherit();
-    let all = open(wide, OpenTarget::Vm, None)?;
+    let all = open(wide, EventOpenTarget::Vm, None)?;
     let vcpus = [core.add_vcpu(VcpuId(0), 1001)?, core.add_vcpu(VcpuId(1), 1002)?];
     vcpus.iter().for_each(|vcpu| vcpu.sched_in());
 
@@ -75,13 +75,13 @@ pub fn main() -> Result<(), Box<dyn std::error::Error>> {
         ..Attr::sampling(EventType::VMM, SoftwareEventId::Exits as u64, 10)
     };
     let format = RecordFormat::from(&attr);
-    let sampled = open(attr, OpenTarget::Vcpu(VcpuId(0)), Some(42))?;
+    let sampled = open(attr, EventOpenTarget::Vcpu(VcpuId(0)), Some(42))?;
     let mut ring = RingReader::of(sampled.map(4, true)?);
     let pmis = Attr::counting(EventType::VMM, SoftwareEventId::Pmis as u64);
-    let pmis = open(pmis, OpenTarget::Vcpu(VcpuId(0)), None)?;
+    let pmis = open(pmis, EventOpenTarget::Vcpu(VcpuId(0)), None)?;
 
     assert!(core.name_vcpu(VcpuId(0), "boot-cpu"));
-    core.mmap_record(&GuestMapping {
+    core.mmap_record(&GuestMmapEvent {
         start: 0xffff_ffff_8100_0000,
         len: 0x1_0000,
         pgoff: 0,
@@ -139,15 +139,15 @@ pub fn main() -> Result<(), Box<dyn std::error::Error>> {
     assert_eq!(samples, 10);
 
     // Changes limits as text, as an operator would. Requests above a limit are then rejected.
-    core.set_knob(RuntimeSetting::SampleRateHz, "1000")?;
-    print!("samples a second: {}", core.knob(RuntimeSetting::SampleRateHz));
+    core.set_knob(PerfCoreSetting::SampleRateHz, "1000")?;
+    print!("samples a second: {}", core.knob(PerfCoreSetting::SampleRateHz));
     let fast = Attr::sampling(EventType::VMM, SoftwareEventId::Exits as u64, 2_000).with_freq();
-    let error = open(fast, OpenTarget::Vm, None).expect_err("too fast");
+    let error = open(fast, EventOpenTarget::Vm, None).expect_err("too fast");
     println!("{error} (errno {})", error.errno());
-    core.set_knob(RuntimeSetting::Paranoid, "1")?;
+    core.set_knob(PerfCoreSetting::Paranoid, "1")?;
     let stranger = core.session(1234, SessionRole::Operator);
     let halts = Attr::counting(EventType::VMM, SoftwareEventId::Halts as u64);
-    let error = core.open(&stranger, halts, OpenTarget::Vm, None, OpenFlags::default());
+    let error = core.open(&stranger, halts, EventOpenTarget::Vm, None, OpenFlags::default());
     println!("{}", error.expect_err("not theirs"));
     Ok(())
 }

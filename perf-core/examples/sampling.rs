@@ -25,7 +25,7 @@ struct Sampled {
 
 impl Sampled {
     fn new(core: &PerfCore, session: &Session, attr: Attr) -> Result<Self, Box<dyn std::error::Error>> {
-        let target = OpenTarget::Vcpu(VcpuId(0));
+        let target = EventOpenTarget::Vcpu(VcpuId(0));
         let handle = core.open(session, attr, target, None, OpenFlags::default())?;
         let reader = RingReader::of(handle.map(64, true)?);
         Ok(Self {

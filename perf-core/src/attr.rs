@@ -6,7 +6,7 @@
 
 use bitflags::bitflags;
 
-use crate::branch::{BranchFilter, BranchSampling};
+use crate::branch::{BranchFilter, BranchStackConfig};
 
 /// Type of an event, which selects its driver (`perf_event_attr.type`).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
@@ -146,7 +146,7 @@ pub struct Attr {
     pub sample_stack_user: u32,
     /// Contents of the branch stack in samples with [`SampleType::BRANCH_STACK`]. The byte layout
     /// of [`Attr::to_bytes`] contains only the filter, not the depth and the overhead limit.
-    pub branches: BranchSampling,
+    pub branches: BranchStackConfig,
     /// Fields that a read of the event returns.
     pub read_format: ReadFormat,
     /// Condition under which the reader of the event's ring is notified.
@@ -183,7 +183,7 @@ pub struct Attr {
     pub task: bool,
     /// Enables SWITCH records (vCPU contexts that are scheduled in and out).
     pub context_switch: bool,
-    /// Enables the event at the next guest reset (`VcpuContext::exec`), but not at later ones.
+    /// Enables the event at the next guest reset (`VcpuEventContext::exec`), but not at later ones.
     pub enable_on_exec: bool,
     /// Appends a trailer to all records other than samples. The trailer contains those of TID,
     /// TIME, ID, STREAM_ID, CPU and IDENTIFIER that `sample_type` selects.
@@ -464,9 +464,9 @@ impl Attr {
                 .ok_or(AttrError::Reserved {
                     field: "branch_sample_type",
                 })?;
-            BranchSampling::unlimited(filter)
+            BranchStackConfig::unlimited(filter)
         } else {
-            BranchSampling::default()
+            BranchStackConfig::default()
         };
         let read_format =
             ReadFormat::from_bits(u64_at(&known, 32)).ok_or(AttrError::Reserved { field: "read_format" })?;
@@ -643,7 +643,7 @@ mod tests {
     fn branch_filter_round_trips() {
         let attr = Attr {
             sample_type: SampleType::BRANCH_STACK,
-            branches: BranchSampling::unlimited(BranchFilter::ANY_CALL | BranchFilter::USER),
+            branches: BranchStackConfig::unlimited(BranchFilter::ANY_CALL | BranchFilter::USER),
             ..Attr::sampling(EventType::SIM, 1, 1000)
         };
         let mut bytes = attr.to_bytes();

@@ -126,7 +126,7 @@ impl BranchEntry {
 
 /// Parameters of the branch stacks in the samples of an event.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct BranchSampling {
+pub struct BranchStackConfig {
     /// Selects the branches that a stack contains.
     pub filter: BranchFilter,
     /// Maximum number of branches in a branch stack, from 1 to [`MAX_BRANCH_DEPTH`].
@@ -136,7 +136,7 @@ pub struct BranchSampling {
     pub overhead_permille: u16,
 }
 
-impl BranchSampling {
+impl BranchStackConfig {
     /// Returns parameters with the maximum depth and without an overhead limit.
     #[must_use]
     pub fn unlimited(filter: BranchFilter) -> Self {
@@ -201,7 +201,7 @@ mod tests {
 
     #[test]
     fn joined_request_covers_both() {
-        let request = |filter, depth, overhead_permille| BranchSampling {
+        let request = |filter, depth, overhead_permille| BranchStackConfig {
             filter,
             depth,
             overhead_permille,

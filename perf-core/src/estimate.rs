@@ -5,21 +5,21 @@
 //!
 //! - [`linear`]: `count × enabled / running`. Unbiased if the slices are a representative sample of
 //!   the whole.
-//! - [`Estimator`]: keeps the measured counts, and fills each gap between two slices by trapezoidal
-//!   interpolation of the rates on both sides. It also computes a standard error.
+//! - [`CountEstimator`]: keeps the measured counts, and fills each gap between two slices by
+//!   trapezoidal interpolation of the rates on both sides. It also computes a standard error.
 //!
 //! Both are exact if the event was always active, and both report "not counted" if it never was.
-//! Neither allocates memory. An [`Estimator`] consists of about four dozen numbers, independent of
-//! the number of slices.
+//! Neither allocates memory. An [`CountEstimator`] consists of about four dozen numbers,
+//! independent of the number of slices.
 //!
 //! # Standard error
 //!
 //! Slices are not independent, because a phase of the guest lasts longer than a slice. The error
 //! from the gaps follows from the autocorrelation of the rate, and slices reveal three properties
 //! of it: the mean square of steps from slice to slice, ⟨d²⟩; the mean product of two consecutive
-//! steps, ⟨dd'⟩; and, for slices that were also read in the middle ([`Estimator::mid_slice`]), the
-//! mean square of the difference between the two halves, ⟨h²⟩. With slices of length l and gaps of
-//! length g, where l + g = 1:
+//! steps, ⟨dd'⟩; and, for slices that were also read in the middle ([`CountEstimator::mid_slice`]),
+//! the mean square of the difference between the two halves, ⟨h²⟩. With slices of length l and gaps
+//! of length g, where l + g = 1:
 //!
 //! | rate | ⟨d²⟩ | ⟨dd'⟩ | ⟨h²⟩ | variance per gap |
 //! |---|---|---|---|---|
@@ -362,7 +362,7 @@ impl StepStatistics {
 /// All times are nanoseconds of the event's *time enabled* and do not advance while the event is
 /// disabled. Rates are counts per nanosecond.
 #[derive(Clone, Copy, Debug, PartialEq, Default)]
-pub struct Estimator {
+pub struct CountEstimator {
     /// Number of counts of the event in all slices.
     counted: u64,
     running_ns: u64,
@@ -385,7 +385,7 @@ pub struct Estimator {
     mid_slice: Option<(u64, u64)>,
 }
 
-impl Estimator {
+impl CountEstimator {
     /// Creates an estimator without slices.
     #[must_use]
     pub fn new() -> Self {

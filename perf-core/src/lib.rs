@@ -47,7 +47,7 @@
 //! let operator = core.session(0, SessionRole::Admin);
 //! let attr = Attr::sampling(EventType::SOFTWARE, TASK_CLOCK, 1_000_000)
 //!     .with_sample_type(SampleType::TIME | SampleType::PERIOD);
-//! let target = OpenTarget::Vcpu(thread.id());
+//! let target = EventOpenTarget::Vcpu(thread.id());
 //! let clock = match core.open(&operator, attr, target, None, OpenFlags::default()) {
 //!     Ok(clock) => clock,
 //!     Err(error) => {
@@ -61,7 +61,7 @@
 //! while clock.read()?.value < 10_000_000 {
 //!     thread.service_overflows(&mut UnavailableRegs, &mut |_| {});
 //! }
-//! clock.disable(ControlScope::Event)?;
+//! clock.disable(EventControlScope::Event)?;
 //! thread.service_overflows(&mut UnavailableRegs, &mut |_| {});
 //!
 //! let format = RecordFormat::from(clock.attr());
@@ -92,14 +92,14 @@
 //! // An operator counts cycles on all vCPUs, including those that are added later.
 //! let operator = core.session(0, SessionRole::Admin);
 //! let attr = Attr::counting(EventType::HARDWARE, 0).with_inherit();
-//! let cycles = core.open(&operator, attr, OpenTarget::Vm, None, OpenFlags::default())?;
+//! let cycles = core.open(&operator, attr, EventOpenTarget::Vm, None, OpenFlags::default())?;
 //!
-//! // The guest programmed a counter: a pinned event on its vCPU that reports overflows under cookie 3.
-//! let guest = core.session(0, SessionRole::Guest);
-//! let attr = Attr { pinned: true, exclude_host: true, ..Attr::sampling(EventType::HARDWARE, 1, 1 << 48) };
-//! let flags = OpenFlags::with_cookie(3);
-//! let counter = core.open(&guest, attr, OpenTarget::Vcpu(VcpuId(0)), None, flags)?;
-//! counter.arm((1 << 48) - 0xffff_ffff_0000)?; // 2^width minus the value that the guest wrote
+//! // The guest programmed a counter: a pinned event on its vCPU that reports overflows under
+//! cookie 3. let guest = core.session(0, SessionRole::Guest); let attr = Attr { pinned: true,
+//! exclude_host: true, ..Attr::sampling(EventType::HARDWARE, 1, 1 << 48) }; let flags =
+//! OpenFlags::with_cookie(3); let counter = core.open(&guest, attr,
+//! EventOpenTarget::Vcpu(VcpuId(0)), None, flags)?; counter.arm((1 << 48) - 0xffff_ffff_0000)?; //
+//! 2^width minus the value that the guest wrote
 //!
 //! vcpu.sched_in();
 //! // ... KVM_RUN ... a signal interrupts it:
@@ -164,14 +164,15 @@ pub mod time;
 pub use diagnostics::{error_line, guest_log};
 
 pub use crate::api::{
-    ConfigError, ContextPin, ControlScope, EventHandle, GroupReading, GuestMapping, LockedContext, OpenFlags,
-    OpenTarget, PerfCoreBuilder, Reading, RuntimeSetting, Session, TunableError, VcpuReading,
+    ContextPin, EventControlScope, EventHandle, EventOpenTarget, GroupReading, GuestMmapEvent, LockedContext,
+    OpenFlags, PerfCoreBuilder, PerfCoreConfigError, PerfCoreSetting, PerfCoreSettingError, Reading, Session,
+    VcpuReading,
 };
 pub use crate::attr::{Attr, EventType, ReadFormat, SampleType};
 pub use crate::context::ContextStats;
-pub use crate::model::failure::{EventFailure, EventFailureCause};
+pub use crate::model::failure::{PinnedEventFailure, PinnedEventFailureCause};
 pub use crate::model::regs::{CALLCHAIN_MAX, SampleRegs, UnavailableRegs};
-pub use crate::model::software::{SoftwareEventId, SoftwareEventLevel};
+pub use crate::model::software::{RecursionContext, SoftwareEventId};
 pub use crate::model::state::{EventState, PendingTickWork};
 pub use crate::notify::PollState;
 pub use crate::pmu::{Pmu, PmuEvent, VcpuId};
@@ -179,5 +180,5 @@ pub use crate::record::CpuMode;
 pub use crate::sample::OverflowReport;
 pub use crate::schedule::{SharePolicy, UnknownSharePolicy};
 pub use crate::service::config::{PerfCoreConfig, SessionRole};
-pub use crate::service::core::{PerfCore, VcpuContext};
-pub use crate::service::error::{ControlError, MapError, OpenError};
+pub use crate::service::core::{PerfCore, VcpuEventContext};
+pub use crate::service::error::{PerfEventControlError, PerfEventOpenError, RingMapError};

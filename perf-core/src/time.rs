@@ -76,14 +76,14 @@ impl Clock for ManualClock {
 
 /// Time enabled and time running of an event, in nanoseconds.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct TimeTotals {
+pub struct EventTimeTotals {
     /// Time for which the event was enabled while its context was scheduled in, in nanoseconds.
     pub enabled_ns: u64,
     /// Time for which the event was on the PMU, in nanoseconds.
     pub running_ns: u64,
 }
 
-impl TimeTotals {
+impl EventTimeTotals {
     pub(crate) fn add(&mut self, other: Self) {
         self.enabled_ns = self.enabled_ns.wrapping_add(other.enabled_ns);
         self.running_ns = self.running_ns.wrapping_add(other.running_ns);
@@ -96,7 +96,7 @@ mod tests {
 
     #[test]
     fn times_add_up() {
-        let times = |enabled_ns, running_ns| TimeTotals {
+        let times = |enabled_ns, running_ns| EventTimeTotals {
             enabled_ns,
             running_ns,
         };

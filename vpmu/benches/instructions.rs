@@ -24,17 +24,18 @@ use std::sync::Arc;
 use nothing::NoopPmu;
 use perf_core::attr::{ReadFormat, SampleType};
 use perf_core::pmu::VcpuId;
-use perf_core::pmu::clock::{ClockPmu, VcpuClock};
+use perf_core::pmu::clock::{ClockPmu, VcpuRunTimeClock};
 use perf_core::pmu::vmm_pmu::{VmmPmu, VmmPmuCounts};
 use perf_core::record::{EncodeRecord, RecordFormat, Sample};
-use perf_core::ring::{Ring, RingMode, RingReader};
+use perf_core::ring::{Ring, RingFullPolicy, RingReader};
 use perf_core::time::{Clock, ManualClock};
 use perf_core::*;
 use serde::{Deserialize, Serialize};
 use test_support::steps;
 use vpmu::registers::*;
 use vpmu::{
-    ArchEvent, BackingPolicy, EventSources, PerfCoreEvents, PmiShare, PmuModel, RdpmcIndex, Vpmu, vmm_counts,
+    ArchEvent, CounterBackingPolicy, CounterBackingSelector, PerfCoreEvents, PmiShare, PmuModel, RdpmcIndex,
+    Vpmu, vmm_counts,
 };
 use vpmu::{Cpl, MsrAddress};
 
@@ -65,7 +66,7 @@ struct Baseline {
 struct BenchMachine {
     core: PerfCore,
     session: Session,
-    context: Arc<VcpuContext>,
+    context: Arc<VcpuEventContext>,
     vmm_counts: Arc<VmmPmuCounts>,
     clock: Arc<ManualClock>,
 }
@@ -83,7 +84,7 @@ impl BenchMachine {
         core.register(Arc::new(driver));
         // This clock reports overflows only at guest entry, which does not occur in this benchmark.
         let clocks = ClockPmu::new(Some(libc::SIGUSR2));
-        clocks.add_vcpu(VCPU, Arc::new(VcpuClock::for_current_thread(1_000_000)));
+        clocks.add_vcpu(VCPU, Arc::new(VcpuRunTimeClock::for_current_thread(1_000_000)));
         core.register(Arc::new(clocks));
         core.register(Arc::new(NoopPmu { slots }));
         let context = core.add_vcpu(VCPU, 0).expect("the first vCPU");
@@ -104,7 +105,7 @@ impl BenchMachine {
             .open(
                 &self.session,
                 attr,
-                OpenTarget::Vcpu(VCPU),
+                EventOpenTarget::Vcpu(VCPU),
                 leader,
                 OpenFlags::default(),
             )
@@ -125,12 +126,12 @@ struct BenchGuest {
 
 impl BenchGuest {
     fn new(model: PmuModel) -> Self {
-        Self::counted_by(model, BackingPolicy::Exact, 0x53_00C0)
+        Self::counted_by(model, CounterBackingPolicy::Exact, 0x53_00C0)
     }
 
-    fn counted_by(model: PmuModel, policy: BackingPolicy, selector: u64) -> Self {
+    fn counted_by(model: PmuModel, policy: CounterBackingPolicy, selector: u64) -> Self {
         let machine = BenchMachine::new(4);
-        let sources = EventSources::new(policy, Some(model.vendor()), |_| Some(0));
+        let sources = CounterBackingSelector::new(policy, Some(model.vendor()), |_| Some(0));
         let events = PerfCoreEvents::new(machine.core.clone(), VCPU, sources);
         let mut new = Self {
             machine,
@@ -257,8 +258,8 @@ fn measure_core(all: &mut Measurements) -> Option<()> {
         m.context.sched_in();
     })?;
     all.put("core: disable and enable a group of 8", &mut |_| {
-        let _ = black_box(leader.disable(ControlScope::Event));
-        let _ = black_box(leader.enable(ControlScope::Event));
+        let _ = black_box(leader.disable(EventControlScope::Event));
+        let _ = black_box(leader.enable(EventControlScope::Event));
     })?;
     all.put("core: a software event that nobody counts", &mut |_| {
         m.context
@@ -274,7 +275,7 @@ fn measure_ring(all: &mut Measurements) -> Option<()> {
         read_format: ReadFormat::empty(),
         sample_id_all: false,
     };
-    let ring = Arc::new(Ring::new(64, RingMode::Overwrite).ok()?);
+    let ring = Arc::new(Ring::new(64, RingFullPolicy::Overwrite).ok()?);
     let sample = |n| Sample {
         ip: 0xffff_ffff_8100_0000 + n,
         pid: 1,
@@ -286,7 +287,7 @@ fn measure_ring(all: &mut Measurements) -> Option<()> {
     all.put("ring: write a sample of 40 bytes", &mut |n| {
         let _ = black_box(sample(black_box(n)).write(format, &ring));
     })?;
-    let ring = Arc::new(Ring::new(64, RingMode::Writable).ok()?);
+    let ring = Arc::new(Ring::new(64, RingFullPolicy::Writable).ok()?);
     let mut reader = RingReader::of(Arc::clone(&ring));
     all.put("ring: write a sample of 40 bytes and read it", &mut |n| {
         assert!(sample(black_box(n)).write(format, &ring).is_ok());
@@ -327,7 +328,7 @@ fn measure_registers(all: &mut Measurements) -> Option<()> {
     all.put("vpmu: an overflow, from the driver to the PMI", &mut |n| {
         g.overflow(n);
     })?;
-    let mut g = BenchGuest::counted_by(PmuModel::INTEL, BackingPolicy::Clock, 0x53_003C);
+    let mut g = BenchGuest::counted_by(PmuModel::INTEL, CounterBackingPolicy::Clock, 0x53_003C);
     g.write(IA32_PERF_GLOBAL_CTRL, 0xF);
     all.put("vpmu: WRMSR to a running clock", &mut |n| {
         g.write(IA32_PMC0, n & 0xffff);
@@ -338,7 +339,7 @@ fn measure_registers(all: &mut Measurements) -> Option<()> {
     all.put("vpmu: a guest's context switch, four clocks", &mut |n| {
         g.switch_tasks(n);
     })?;
-    let mut g = BenchGuest::counted_by(PmuModel::INTEL, BackingPolicy::Hardware, 0x53_00C0);
+    let mut g = BenchGuest::counted_by(PmuModel::INTEL, CounterBackingPolicy::Hardware, 0x53_00C0);
     g.write(IA32_PERF_GLOBAL_CTRL, 0xF);
     all.put(
         "vpmu: WRMSR of global control, four of the host's off or on",

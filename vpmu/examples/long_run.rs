@@ -7,7 +7,7 @@ mod testing;
 
 use std::time::Instant;
 
-use vpmu::sim::SimEvents;
+use vpmu::sim::SimCounterEvents;
 
 /// SplitMix64 generator, which accepts any seed.
 struct Random(u64);
@@ -39,7 +39,7 @@ fn main() {
         for chunk in bytes.chunks_exact_mut(8) {
             chunk.copy_from_slice(&random.next().to_le_bytes());
         }
-        operations += testing::stream::run::<SimEvents>(&bytes);
+        operations += testing::stream::run::<SimCounterEvents>(&bytes);
         models += 1;
     }
     println!(

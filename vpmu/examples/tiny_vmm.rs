@@ -21,14 +21,14 @@ use kvm_ioctls::{
     Kvm, MsrExitReason, MsrFilterDefaultAction, MsrFilterRange, MsrFilterRangeFlags, VcpuExit, VcpuFd, VmFd,
 };
 use perf_core::pmu::VcpuId;
-use perf_core::pmu::clock::{ClockPmu, VcpuClock};
-use perf_core::pmu::host::{HostPmu, HostProbe};
+use perf_core::pmu::clock::{ClockPmu, VcpuRunTimeClock};
+use perf_core::pmu::host::{HostPerfCapabilities, HostPmu};
 use perf_core::pmu::vmm_pmu::{VmmPmu, VmmPmuCounts};
-use perf_core::{PerfCore, PerfCoreConfig, UnavailableRegs, VcpuContext};
+use perf_core::{PerfCore, PerfCoreConfig, UnavailableRegs, VcpuEventContext};
 use vpmu::registers::{IA32_PERF_GLOBAL_CTRL, IA32_PERF_GLOBAL_STATUS_RESET, IA32_PERFEVTSEL0, IA32_PMC0};
 use vpmu::{
-    BackingPolicy, CpuidRegs, EventSources, MsrAddress, MsrReadOutcome, MsrWriteOutcome, PerfCoreEvents,
-    PmiReadiness, PmuModel, Vpmu,
+    CounterBackingPolicy, CounterBackingSelector, CpuidRegs, MsrAddress, MsrReadOutcome, MsrWriteOutcome,
+    PerfCoreEvents, PmiReadiness, PmuModel, Vpmu,
 };
 
 const MEMORY_BYTES: usize = 0x1_0000;
@@ -70,8 +70,8 @@ struct Memory([u8; MEMORY_BYTES]);
 pub(crate) struct Pmu {
     pub(crate) registers: Vpmu,
     pub(crate) events: PerfCoreEvents,
-    context: Arc<VcpuContext>,
-    pub(crate) clock: Arc<VcpuClock>,
+    context: Arc<VcpuEventContext>,
+    pub(crate) clock: Arc<VcpuRunTimeClock>,
     began: Instant,
 }
 
@@ -80,13 +80,13 @@ impl Pmu {
     ///    context per vCPU. Must run on the vCPU thread, whose time and events are counted.
     pub(crate) fn new(model: PmuModel, tsc_khz: u32) -> Result<Self, Box<dyn Error>> {
         let core = PerfCore::new(PerfCoreConfig::default());
-        let host = HostProbe::run();
+        let host = HostPerfCapabilities::run();
         if host.hardware_pmu {
             core.register(Arc::new(HostPmu::hardware(Some(SIGNAL), &host)));
         }
         core.register(Arc::new(HostPmu::software(Some(SIGNAL))));
         // Without a host PMU, cycles are derived from the thread's guest time.
-        let clock = Arc::new(VcpuClock::for_current_thread(tsc_khz));
+        let clock = Arc::new(VcpuRunTimeClock::for_current_thread(tsc_khz));
         let clocks = ClockPmu::new(Some(SIGNAL));
         clocks.add_vcpu(VCPU, clock.clone());
         core.register(Arc::new(clocks));
@@ -98,7 +98,7 @@ impl Pmu {
         let hardware = host
             .hardware_pmu
             .then(|| vpmu::HostPmuProperties::vendor(&mut cpuid));
-        let sources = EventSources::new(BackingPolicy::Auto, hardware, |_| None);
+        let sources = CounterBackingSelector::new(CounterBackingPolicy::Auto, hardware, |_| None);
         Ok(Self {
             registers: Vpmu::new(model),
             events: PerfCoreEvents::new(core, VCPU, sources),

@@ -9,13 +9,13 @@ use perf_core::branch::{BranchEntry, BranchKind};
 
 use crate::PrivilegeLevels;
 use crate::branches::{BranchControls, BranchRecord, BranchRegister};
-use crate::events::{EventRequest, EventSelect};
+use crate::events::{CounterEventRequest, EventSelect};
 use crate::freeze::{DEBUGCTL_FREEZE_BRANCHES_ON_PMI, STATUS_CTR_FRZ, STATUS_LBR_FRZ};
 use crate::index::{CounterIndex, MAX_GENERAL, MsrAddress, RdpmcIndex};
 use crate::model::PmuModel;
 use crate::model_name::{PmuGeneration, Vendor};
 use crate::vendor::{
-    PmuRegister, PmuRegisters, VendorOps, WriteEffect, contain_branch, general_msrs, general_request,
+    PmuRegister, PmuRegisters, RegisterWriteEffect, VendorOps, contain_branch, general_msrs, general_request,
     selector,
 };
 
@@ -196,18 +196,18 @@ impl VendorOps for Amd {
         CounterIndex::general(index.0).filter(|&c| model.has(c))
     }
 
-    fn write(&self, model: &PmuModel, register: PmuRegister, value: u64) -> WriteEffect {
+    fn write(&self, model: &PmuModel, register: PmuRegister, value: u64) -> RegisterWriteEffect {
         match register {
-            PmuRegister::Selector(_) => WriteEffect::Store(value & !SELECTOR_RESERVED),
-            PmuRegister::Counter(_) => WriteEffect::Store(model.width().truncate(value)),
-            PmuRegister::GlobalControl => WriteEffect::Store(value & model.counters_mask()),
+            PmuRegister::Selector(_) => RegisterWriteEffect::Store(value & !SELECTOR_RESERVED),
+            PmuRegister::Counter(_) => RegisterWriteEffect::Store(model.width().truncate(value)),
+            PmuRegister::GlobalControl => RegisterWriteEffect::Store(value & model.counters_mask()),
             PmuRegister::GlobalStatusReset | PmuRegister::GlobalStatusSet => {
-                WriteEffect::Store(value & (model.counters_mask() | freeze_status(model)))
+                RegisterWriteEffect::Store(value & (model.counters_mask() | freeze_status(model)))
             }
-            PmuRegister::DebugControl => WriteEffect::Store(value & model.debug_control_bits()),
+            PmuRegister::DebugControl => RegisterWriteEffect::Store(value & model.debug_control_bits()),
             // The global status register ignores writes. The other PMU registers do not exist on
             // AMD models.
-            _ => WriteEffect::Dropped,
+            _ => RegisterWriteEffect::Dropped,
         }
     }
 
@@ -255,7 +255,7 @@ impl VendorOps for Amd {
         clippy::cast_possible_truncation,
         reason = "twelve bits are left by the masks"
     )]
-    fn request(&self, registers: &PmuRegisters, counter: CounterIndex) -> Option<EventRequest> {
+    fn request(&self, registers: &PmuRegisters, counter: CounterIndex) -> Option<CounterEventRequest> {
         if counter.fixed_number().is_some() {
             return None;
         }
@@ -336,14 +336,16 @@ impl VendorOps for Amd {
         branch_register(msr.0).filter(|_| model.has_branch_records())
     }
 
-    fn write_branch_register(&self, register: BranchRegister, value: u64) -> WriteEffect {
+    fn write_branch_register(&self, register: BranchRegister, value: u64) -> RegisterWriteEffect {
         match register {
-            BranchRegister::Control => WriteEffect::Store(value & LBR_ENABLE),
-            BranchRegister::Filter => WriteEffect::Store(value & LBR_SELECT_MASK),
-            BranchRegister::From(_) => WriteEffect::Store(value),
-            BranchRegister::To(_) => WriteEffect::Store(value & !TO_RESERVED),
+            BranchRegister::Control => RegisterWriteEffect::Store(value & LBR_ENABLE),
+            BranchRegister::Filter => RegisterWriteEffect::Store(value & LBR_SELECT_MASK),
+            BranchRegister::From(_) => RegisterWriteEffect::Store(value),
+            BranchRegister::To(_) => RegisterWriteEffect::Store(value & !TO_RESERVED),
             // AMD models do not have these registers.
-            BranchRegister::Depth | BranchRegister::Top | BranchRegister::Info(_) => WriteEffect::Dropped,
+            BranchRegister::Depth | BranchRegister::Top | BranchRegister::Info(_) => {
+                RegisterWriteEffect::Dropped
+            }
         }
     }
 

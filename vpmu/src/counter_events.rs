@@ -1,13 +1,13 @@
 //! [`CounterEvents`]: the interface between the register file and the events that count for it.
 
-use crate::events::{CounterBacking, EventRequest};
+use crate::events::{CounterBacking, CounterEventRequest};
 use crate::index::CounterIndex;
 
-pub use perf_core::EventFailureCause as UnavailableReason;
+pub use perf_core::PinnedEventFailureCause as UnavailableReason;
 
 /// Result of [`CounterEvents::enable`]: whether the counter counts, and from which source.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum EnableOutcome {
+pub enum CounterEnableOutcome {
     /// The preferred backing (source of counts) counts for the counter.
     Counting(CounterBacking),
     /// Another backing counts for the counter, because the preferred backing (source of counts) is
@@ -20,7 +20,7 @@ pub enum EnableOutcome {
 
 /// Loss of a counter's event: when and why the event stopped counting.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct EventLoss {
+pub struct CounterEventLoss {
     /// Time of the loss, in nanoseconds of the vCPU's event time.
     pub since_ns: u64,
     /// Reason why the event stopped counting.
@@ -45,7 +45,7 @@ pub trait CounterEvents {
     /// Programs `counter` with `request` and leaves it stopped. `None` releases the counter's
     /// events. Returns the backing that counts when the counter is enabled, or
     /// [`CounterBacking::None`] if no backing can ever count the request.
-    fn program(&mut self, counter: CounterIndex, request: Option<&EventRequest>) -> CounterBacking;
+    fn program(&mut self, counter: CounterIndex, request: Option<&CounterEventRequest>) -> CounterBacking;
 
     /// Starts the counter's event. Returns which backing counts, and the current count of the
     /// event.
@@ -53,7 +53,7 @@ pub trait CounterEvents {
     /// `overflow_in` requests a notification ([`crate::Vpmu::overflowed`]) after this number of
     /// further counts. `None` requests no notification. Each call tries the best backing first. If
     /// the backing changes, the returned count is that of the new backing.
-    fn enable(&mut self, counter: CounterIndex, overflow_in: Option<u64>) -> (EnableOutcome, u64);
+    fn enable(&mut self, counter: CounterIndex, overflow_in: Option<u64>) -> (CounterEnableOutcome, u64);
 
     /// Stops counting and returns the final count, which [`Self::count`] then continues to return.
     fn disable(&mut self, counter: CounterIndex) -> u64;
@@ -89,7 +89,7 @@ pub trait CounterEvents {
 
     /// Returns when and why the counter's enabled event stopped counting, or `None` if the event is
     /// counting.
-    fn lost(&mut self, counter: CounterIndex) -> Option<EventLoss>;
+    fn lost(&mut self, counter: CounterIndex) -> Option<CounterEventLoss>;
 
     /// Returns the vCPU's event time, in nanoseconds. The clock stops while the vCPU is paused.
     fn now_ns(&mut self) -> u64;

@@ -6,7 +6,9 @@
 //! the guest's CPUID. Event 025H of AMD processors has, since Zen, a unit mask for the speculative
 //! lock map, which rr checks when it starts.
 
-use crate::events::{ArchEvent, EventRequest, EventSelect, EventSelection, GuestEvent, UnitMask};
+use crate::events::{
+    ArchEvent, CounterEventRequest, DecodedCounterEvent, EventSelect, EventSelection, UnitMask,
+};
 use crate::model_name::Vendor;
 
 /// BR_INST_RETIRED: event select of retired branches on Intel processors.
@@ -93,7 +95,7 @@ impl EventDialect {
     /// Returns `request` with its event decoded according to this dialect (meaning of event
     /// numbers).
     #[inline]
-    pub(crate) fn decode(self, request: EventRequest) -> EventRequest {
+    pub(crate) fn decode(self, request: CounterEventRequest) -> CounterEventRequest {
         let (number, event) = match self {
             Self::Common => return request,
             Self::IntelCore | Self::IntelAtom => (
@@ -106,8 +108,8 @@ impl EventDialect {
             ),
         };
         if request.selection == number {
-            let event = GuestEvent::Architectural(event);
-            EventRequest { event, ..request }
+            let event = DecodedCounterEvent::Architectural(event);
+            CounterEventRequest { event, ..request }
         } else {
             request
         }
@@ -121,27 +123,27 @@ mod tests {
     /// The event numbers that rr programs are decoded according to the guest's family and model.
     #[test]
     fn events_of_rr_are_decoded_by_signature() {
-        let conditional = GuestEvent::Architectural(ArchEvent::ConditionalBranches);
-        let locks = GuestEvent::Architectural(ArchEvent::SpeculativeLocks);
+        let conditional = DecodedCounterEvent::Architectural(ArchEvent::ConditionalBranches);
+        let locks = DecodedCounterEvent::Architectural(ArchEvent::SpeculativeLocks);
         for (vendor, signature, config, expected) in [
             (Vendor::Intel, 0x0005_0657, 0x51_01C4, conditional), // Cascade Lake
             (Vendor::Intel, 0x0003_06C3, 0x51_01C4, conditional), // Haswell
-            (Vendor::Intel, 0x0005_0657, 0x51_7EC4, GuestEvent::Raw),
+            (Vendor::Intel, 0x0005_0657, 0x51_7EC4, DecodedCounterEvent::Raw),
             (Vendor::Intel, 0x0003_0678, 0x51_7EC4, conditional), // Silvermont
             (Vendor::Intel, 0x0005_06C9, 0x51_7EC4, conditional), // Goldmont
-            (Vendor::Intel, 0x0003_0678, 0x51_01C4, GuestEvent::Raw),
+            (Vendor::Intel, 0x0003_0678, 0x51_01C4, DecodedCounterEvent::Raw),
             (Vendor::Intel, 0x0006_06A6, 0x51_11C4, conditional), // Ice Lake
-            (Vendor::Intel, 0x0006_06A6, 0x51_01C4, GuestEvent::Raw),
-            (Vendor::Intel, 0x0000_0611, 0x51_01C4, GuestEvent::Raw),
+            (Vendor::Intel, 0x0006_06A6, 0x51_01C4, DecodedCounterEvent::Raw),
+            (Vendor::Intel, 0x0000_0611, 0x51_01C4, DecodedCounterEvent::Raw),
             (Vendor::Amd, 0x0083_0F10, 0x51_00D1, conditional), // Zen 2
-            (Vendor::Amd, 0x0083_0F10, 0x51_01C4, GuestEvent::Raw),
+            (Vendor::Amd, 0x0083_0F10, 0x51_01C4, DecodedCounterEvent::Raw),
             (Vendor::Amd, 0x0083_0F10, 0x51_0825, locks),
             (Vendor::Amd, 0x00B4_0F40, 0x51_0825, locks), // Zen 5
-            (Vendor::Amd, 0x0083_0F10, 0x51_0F25, GuestEvent::Raw),
-            (Vendor::Amd, 0x0060_0F20, 0x51_0825, GuestEvent::Raw), // Piledriver
-            (Vendor::Intel, 0x0006_06A6, 0x51_0825, GuestEvent::Raw),
+            (Vendor::Amd, 0x0083_0F10, 0x51_0F25, DecodedCounterEvent::Raw),
+            (Vendor::Amd, 0x0060_0F20, 0x51_0825, DecodedCounterEvent::Raw), // Piledriver
+            (Vendor::Intel, 0x0006_06A6, 0x51_0825, DecodedCounterEvent::Raw),
         ] {
-            let request = EventRequest::from_raw_config(vendor, config);
+            let request = CounterEventRequest::from_raw_config(vendor, config);
             let decoded = EventDialect::of_signature(vendor, signature).decode(request);
             assert_eq!(decoded.event, expected, "{signature:#x}, {config:#x}");
             // Decoding does not change the event number.

@@ -2,7 +2,7 @@
 //! them.
 //!
 //! A guest selects an event by number (event select and unit mask, or a fixed counter).
-//! [`GuestEvent`] is the decoded event, for which a backing is then chosen.
+//! [`DecodedCounterEvent`] is the decoded event, for which a backing is then chosen.
 
 use std::fmt;
 use std::str::FromStr;
@@ -254,7 +254,7 @@ pub const fn paravirtual_select(vendor: Vendor) -> EventSelect {
 
 /// Event that a guest counter counts, decoded from its number.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum GuestEvent {
+pub enum DecodedCounterEvent {
     /// Architectural event, which has the same meaning on every processor generation.
     Architectural(ArchEvent),
     /// Paravirtual event: an event of the vCPU on the host.
@@ -263,7 +263,7 @@ pub enum GuestEvent {
     Raw,
 }
 
-impl fmt::Display for GuestEvent {
+impl fmt::Display for DecodedCounterEvent {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Architectural(event) => f.write_str(event.name()),
@@ -284,13 +284,13 @@ pub enum EventSelection {
 
 /// Event and modifiers that a counter counts. Counters with equal requests count the same.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub struct EventRequest {
+pub struct CounterEventRequest {
     /// Vendor that defines the event numbers in `selection`.
     pub vendor: Vendor,
     /// Event number as programmed by the guest.
     pub selection: EventSelection,
     /// Decoded event, which `selection` selects.
-    pub event: GuestEvent,
+    pub event: DecodedCounterEvent,
     /// `true` to count at CPL 1 to 3.
     pub user: bool,
     /// `true` to count at CPL 0.
@@ -309,9 +309,9 @@ pub struct EventRequest {
     pub checkpointed: bool,
 }
 
-impl EventRequest {
+impl CounterEventRequest {
     /// Creates the request of a general-purpose counter from the `perf_event_attr.config` value of
-    /// a raw event, at all privilege levels. Inverse of [`EventRequest::raw_config`].
+    /// a raw event, at all privilege levels. Inverse of [`CounterEventRequest::raw_config`].
     #[expect(clippy::cast_possible_truncation, reason = "the fields are that wide")]
     pub fn from_raw_config(vendor: Vendor, config: u64) -> Self {
         let select = match vendor {
@@ -377,7 +377,7 @@ pub(crate) const ARCHITECTURAL_SELECTS: [u16; 13] = [
 ///
 /// AMD: PPR "Core Performance Monitor Counters", PMCx076, PMCx0C0, PMCx0C2 to PMCx0C4, PMCx0D1,
 /// PMCx029, PMCx120.
-pub fn decode(vendor: Vendor, select: EventSelect, umask: UnitMask) -> GuestEvent {
+pub fn decode(vendor: Vendor, select: EventSelect, umask: UnitMask) -> DecodedCounterEvent {
     use ArchEvent::*;
     let arch = match (vendor, select.0, umask.0) {
         (Vendor::Intel, 0x3C, 0x00) | (Vendor::Amd, 0x76, 0x00) => CoreCycles,
@@ -395,23 +395,25 @@ pub fn decode(vendor: Vendor, select: EventSelect, umask: UnitMask) -> GuestEven
         (Vendor::Intel, 0xA4, 0x01) => TopdownSlots,
         _ => {
             return match ParavirtualEvent::from_umask(umask) {
-                Some(event) if select == paravirtual_select(vendor) => GuestEvent::Paravirtual(event),
-                _ => GuestEvent::Raw,
+                Some(event) if select == paravirtual_select(vendor) => {
+                    DecodedCounterEvent::Paravirtual(event)
+                }
+                _ => DecodedCounterEvent::Raw,
             };
         }
     };
-    GuestEvent::Architectural(arch)
+    DecodedCounterEvent::Architectural(arch)
 }
 
 /// Returns the event of Intel's fixed counter `n` (SDM vol. 3, "Association of Fixed-Function
 /// Performance Counters with Architectural Performance Events").
-pub const fn decode_fixed(n: u32) -> GuestEvent {
+pub const fn decode_fixed(n: u32) -> DecodedCounterEvent {
     match n {
-        0 => GuestEvent::Architectural(ArchEvent::Instructions),
-        1 => GuestEvent::Architectural(ArchEvent::CoreCycles),
-        2 => GuestEvent::Architectural(ArchEvent::RefCycles),
-        3 => GuestEvent::Architectural(ArchEvent::TopdownSlots),
-        _ => GuestEvent::Raw,
+        0 => DecodedCounterEvent::Architectural(ArchEvent::Instructions),
+        1 => DecodedCounterEvent::Architectural(ArchEvent::CoreCycles),
+        2 => DecodedCounterEvent::Architectural(ArchEvent::RefCycles),
+        3 => DecodedCounterEvent::Architectural(ArchEvent::TopdownSlots),
+        _ => DecodedCounterEvent::Raw,
     }
 }
 
@@ -468,7 +470,7 @@ impl FromIterator<ArchEvent> for ArchEventSet {
 /// Value of `--backing`, which selects the backings (sources of counts) that may count for guest
 /// counters. Paravirtual events are available with every policy.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
-pub enum BackingPolicy {
+pub enum CounterBackingPolicy {
     /// The host PMU counts if it is available, otherwise the clock.
     #[default]
     Auto,
@@ -484,10 +486,10 @@ pub enum BackingPolicy {
     None,
 }
 
-impl FromStr for BackingPolicy {
-    type Err = UnknownBackingPolicy;
+impl FromStr for CounterBackingPolicy {
+    type Err = UnknownCounterBackingPolicy;
 
-    fn from_str(name: &str) -> Result<Self, UnknownBackingPolicy> {
+    fn from_str(name: &str) -> Result<Self, UnknownCounterBackingPolicy> {
         Ok(match name {
             "auto" => Self::Auto,
             "hardware" => Self::Hardware,
@@ -495,7 +497,7 @@ impl FromStr for BackingPolicy {
             "exact" => Self::Exact,
             "kvm" => Self::Kvm,
             "none" => Self::None,
-            _ => return Err(UnknownBackingPolicy(printable(name))),
+            _ => return Err(UnknownCounterBackingPolicy(printable(name))),
         })
     }
 }
@@ -503,7 +505,7 @@ impl FromStr for BackingPolicy {
 /// Error returned for an unknown `--backing` value. Contains the value.
 #[derive(Debug, thiserror::Error, PartialEq, Eq)]
 #[error("unknown backing \"{0}\"; must be auto, hardware, clock, exact, kvm or none")]
-pub struct UnknownBackingPolicy(String);
+pub struct UnknownCounterBackingPolicy(String);
 
 /// Mechanism that provides the count of a guest counter.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -568,45 +570,45 @@ mod tests {
         ] {
             assert_eq!(
                 decode(Vendor::Intel, intel.0, intel.1),
-                GuestEvent::Architectural(event)
+                DecodedCounterEvent::Architectural(event)
             );
             assert_eq!(
                 decode(Vendor::Amd, amd.0, amd.1),
-                GuestEvent::Architectural(event)
+                DecodedCounterEvent::Architectural(event)
             );
         }
-        assert_eq!(decode(Vendor::Intel, 0x76, 0), GuestEvent::Raw);
-        assert_eq!(decode(Vendor::Amd, 0x3C, 0), GuestEvent::Raw);
+        assert_eq!(decode(Vendor::Intel, 0x76, 0), DecodedCounterEvent::Raw);
+        assert_eq!(decode(Vendor::Amd, 0x3C, 0), DecodedCounterEvent::Raw);
     }
 
     #[test]
     fn paravirtual_events_have_unique_umasks() {
         for (n, event) in ParavirtualEvent::ALL.into_iter().enumerate() {
             assert_eq!(event.umask().0 as usize, n + 1);
-            let expected = GuestEvent::Paravirtual(event);
+            let expected = DecodedCounterEvent::Paravirtual(event);
             assert_eq!(decode(Vendor::Intel, EventSelect(0xFF), event.umask()), expected);
             assert_eq!(decode(Vendor::Amd, EventSelect(0xFFF), event.umask()), expected);
             assert_eq!(
                 decode(Vendor::Amd, EventSelect(0xFF), event.umask()),
-                GuestEvent::Raw
+                DecodedCounterEvent::Raw
             );
         }
         assert_eq!(
             decode(Vendor::Intel, EventSelect(0xFF), UnitMask(0)),
-            GuestEvent::Raw
+            DecodedCounterEvent::Raw
         );
         assert_eq!(
             decode(Vendor::Intel, EventSelect(0xFF), UnitMask(14)),
-            GuestEvent::Raw
+            DecodedCounterEvent::Raw
         );
     }
 
     #[test]
     fn raw_config_matches_selector_layout() {
-        let request = EventRequest {
+        let request = CounterEventRequest {
             vendor: Vendor::Amd,
             selection: EventSelection::General(EventSelect(0xABC), UnitMask(0x12)),
-            event: GuestEvent::Raw,
+            event: DecodedCounterEvent::Raw,
             user: true,
             kernel: false,
             edge: true,
@@ -616,16 +618,22 @@ mod tests {
             checkpointed: false,
         };
         assert_eq!(request.raw_config(), Some(0xA_3484_12BC));
-        let both = EventRequest {
+        let both = CounterEventRequest {
             kernel: true,
             ..request
         };
-        assert_eq!(EventRequest::from_raw_config(Vendor::Amd, 0xA_3484_12BC), both);
-        let cycles = EventRequest::from_raw_config(Vendor::Intel, 0x3C);
-        assert_eq!(cycles.event, GuestEvent::Architectural(ArchEvent::CoreCycles));
+        assert_eq!(
+            CounterEventRequest::from_raw_config(Vendor::Amd, 0xA_3484_12BC),
+            both
+        );
+        let cycles = CounterEventRequest::from_raw_config(Vendor::Intel, 0x3C);
+        assert_eq!(
+            cycles.event,
+            DecodedCounterEvent::Architectural(ArchEvent::CoreCycles)
+        );
         assert!(!cycles.is_modified());
         assert_eq!(
-            EventRequest {
+            CounterEventRequest {
                 selection: EventSelection::Fixed(1),
                 ..request
             }
@@ -636,8 +644,8 @@ mod tests {
 
     #[test]
     fn unknown_backing_error_lists_valid_names() {
-        assert_eq!("exact".parse(), Ok(BackingPolicy::Exact));
-        let error = "best".parse::<BackingPolicy>().unwrap_err().to_string();
+        assert_eq!("exact".parse(), Ok(CounterBackingPolicy::Exact));
+        let error = "best".parse::<CounterBackingPolicy>().unwrap_err().to_string();
         assert_eq!(
             error,
             "unknown backing \"best\"; must be auto, hardware, clock, exact, kvm or none"

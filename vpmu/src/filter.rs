@@ -10,7 +10,7 @@ use std::path::Path;
 use serde::{Deserialize, Serialize};
 
 use crate::events::{
-    ARCHITECTURAL_SELECTS, ArchEventSet, EventSelect, EventSelection, GuestEvent, UnitMask, decode,
+    ARCHITECTURAL_SELECTS, ArchEventSet, DecodedCounterEvent, EventSelect, EventSelection, UnitMask, decode,
     decode_fixed, paravirtual_select,
 };
 use crate::index::MAX_FIXED;
@@ -24,7 +24,7 @@ pub const MAX_FILE_BYTES: u64 = 1 << 20;
 /// Effect of a filter on the events that it lists.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
-pub enum FilterAction {
+pub enum EventFilterAction {
     /// Allow the listed events and deny all others.
     Allow,
     /// Deny the listed events and allow all others.
@@ -35,7 +35,7 @@ pub enum FilterAction {
 /// and `umask-match`. Without either, the entry matches all unit masks of the event select.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, rename_all = "kebab-case")]
-pub struct FilterEntrySpec {
+pub struct EventFilterEntrySpec {
     /// Event select that the entry matches, 0 to 0xFFF.
     pub select: u64,
     /// Unit mask that the entry matches exactly, 0 to 0xFF.
@@ -55,22 +55,22 @@ pub struct FilterEntrySpec {
 /// Event filter as given in the file, before validation.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, rename_all = "kebab-case")]
-pub struct FilterSpec {
+pub struct EventFilterSpec {
     /// Effect of the filter on the events that it lists.
-    pub action: FilterAction,
+    pub action: EventFilterAction,
     /// Bitmap of listed fixed counters: bit n is fixed counter n.
     #[serde(default)]
     pub fixed_counters: u64,
     /// Filter entries for the events of general-purpose counters.
     #[serde(default)]
-    pub events: Vec<FilterEntrySpec>,
+    pub events: Vec<EventFilterEntrySpec>,
 }
 
 /// Error returned for an unusable filter. Each message is one line and does not include the file
 /// name, which the caller adds.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
-pub enum FilterError {
+pub enum EventFilterFileError {
     /// The filter file cannot be read.
     #[error("cannot read the event filter")]
     Read(#[source] std::io::Error),
@@ -124,7 +124,7 @@ pub enum FilterError {
 
 /// Validated entry of an event filter.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub struct FilterEntry {
+pub struct EventFilterEntry {
     /// Event select that the entry matches, 12 bits.
     pub select: u16,
     /// Bits of an event's unit mask that the entry compares with `matches`.
@@ -138,17 +138,17 @@ pub struct FilterEntry {
 /// Validated event filter. Lookups do not allocate.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct EventFilter {
-    action: FilterAction,
+    action: EventFilterAction,
     fixed_counters: u8,
     /// Entries of the filter, sorted by event select.
-    entries: Box<[FilterEntry]>,
+    entries: Box<[EventFilterEntry]>,
 }
 
 impl EventFilter {
     /// Returns a filter that allows all events.
     pub fn allow_all() -> Self {
         Self {
-            action: FilterAction::Deny,
+            action: EventFilterAction::Deny,
             fixed_counters: 0,
             entries: Box::default(),
         }
@@ -160,10 +160,10 @@ impl EventFilter {
     pub fn architectural(vendor: Vendor) -> Self {
         let architectural = |select: u16, umask: u8| {
             let event = decode(vendor, EventSelect(select), UnitMask(umask));
-            matches!(event, GuestEvent::Architectural(_))
+            matches!(event, DecodedCounterEvent::Architectural(_))
         };
         let listed = ARCHITECTURAL_SELECTS.into_iter().flat_map(|select| {
-            let exact = move |matches| FilterEntry {
+            let exact = move |matches| EventFilterEntry {
                 select,
                 mask: 0xFF,
                 matches,
@@ -173,10 +173,10 @@ impl EventFilter {
                 .filter(move |&umask| architectural(select, umask))
                 .map(exact)
         });
-        let mut entries: Vec<FilterEntry> = listed.collect();
+        let mut entries: Vec<EventFilterEntry> = listed.collect();
         entries.sort_unstable();
         Self {
-            action: FilterAction::Allow,
+            action: EventFilterAction::Allow,
             fixed_counters: (1 << MAX_FIXED) - 1,
             entries: entries.into_boxed_slice(),
         }
@@ -187,14 +187,14 @@ impl EventFilter {
     pub fn without_paravirtual(self, vendor: Vendor) -> Self {
         let select = paravirtual_select(vendor).0;
         let others = self.entries.iter().filter(|entry| entry.select != select);
-        let all = FilterEntry {
+        let all = EventFilterEntry {
             select,
             mask: 0,
             matches: 0,
             exclude: false,
         };
-        let denied = (self.action == FilterAction::Deny).then_some(all);
-        let mut entries: Vec<FilterEntry> = others.copied().chain(denied).collect();
+        let denied = (self.action == EventFilterAction::Deny).then_some(all);
+        let mut entries: Vec<EventFilterEntry> = others.copied().chain(denied).collect();
         entries.sort_unstable();
         Self {
             entries: entries.into_boxed_slice(),
@@ -205,18 +205,18 @@ impl EventFilter {
     /// Validates a filter specification.
     ///
     /// # Errors
-    /// Returns a [`FilterError`] that names the entry, the limit and the remedy.
+    /// Returns a [`EventFilterFileError`] that names the entry, the limit and the remedy.
     #[expect(clippy::cast_possible_truncation, reason = "checked above")]
-    pub fn new(spec: &FilterSpec) -> Result<Self, FilterError> {
+    pub fn new(spec: &EventFilterSpec) -> Result<Self, EventFilterFileError> {
         if spec.events.len() > MAX_ENTRIES {
-            return Err(FilterError::TooManyEntries(spec.events.len()));
+            return Err(EventFilterFileError::TooManyEntries(spec.events.len()));
         }
         if spec.fixed_counters >> MAX_FIXED != 0 {
-            return Err(FilterError::FixedCounters(spec.fixed_counters));
+            return Err(EventFilterFileError::FixedCounters(spec.fixed_counters));
         }
         let mut entries = Vec::with_capacity(spec.events.len());
         for (number, entry) in spec.events.iter().enumerate() {
-            entries.push(FilterEntry::new(number + 1, entry)?);
+            entries.push(EventFilterEntry::new(number + 1, entry)?);
         }
         entries.sort_unstable();
         entries.dedup();
@@ -230,11 +230,12 @@ impl EventFilter {
     /// Parses a filter from TOML text.
     ///
     /// # Errors
-    /// Returns a [`FilterError`] for invalid syntax, unknown fields and values out of range.
-    pub fn from_toml(text: &str) -> Result<Self, FilterError> {
-        let spec = toml::from_str::<FilterSpec>(text).map_err(|error| {
+    /// Returns a [`EventFilterFileError`] for invalid syntax, unknown fields and values out of
+    /// range.
+    pub fn from_toml(text: &str) -> Result<Self, EventFilterFileError> {
+        let spec = toml::from_str::<EventFilterSpec>(text).map_err(|error| {
             let at = error.span().map_or(0, |span| span.start.min(text.len()));
-            FilterError::Syntax {
+            EventFilterFileError::Syntax {
                 line: text.as_bytes()[..at].iter().filter(|&&b| b == b'\n').count() + 1,
                 // The parser's message may repeat user input and contain line breaks.
                 message: error
@@ -253,8 +254,9 @@ impl EventFilter {
     /// Reads and parses a filter file.
     ///
     /// # Errors
-    /// Returns a [`FilterError`] if the file cannot be read or its text is not a valid filter.
-    pub fn from_file(path: &Path) -> Result<Self, FilterError> {
+    /// Returns a [`EventFilterFileError`] if the file cannot be read or its text is not a valid
+    /// filter.
+    pub fn from_file(path: &Path) -> Result<Self, EventFilterFileError> {
         Self::from_open_result(path, std::fs::File::open(path))
     }
 
@@ -262,22 +264,22 @@ impl EventFilter {
     /// when opening a pipe, as [`std::fs::File::open`] would.
     ///
     /// # Errors
-    /// Returns a [`FilterError`] if the file could not be opened, cannot be read, or its text is
-    /// not a valid filter.
+    /// Returns a [`EventFilterFileError`] if the file could not be opened, cannot be read, or its
+    /// text is not a valid filter.
     pub fn from_open_result(
         path: &Path,
         opened: std::io::Result<impl std::io::Read>,
-    ) -> Result<Self, FilterError> {
+    ) -> Result<Self, EventFilterFileError> {
         use std::io::Read;
         let mut text = String::new();
         // Reads one byte beyond the limit to detect oversized files, even if the size is not known
         // in advance.
         opened
             .and_then(|file| file.take(MAX_FILE_BYTES + 1).read_to_string(&mut text))
-            .map_err(FilterError::Read)?;
+            .map_err(EventFilterFileError::Read)?;
         if text.len() as u64 > MAX_FILE_BYTES {
             let bytes = std::fs::metadata(path).map_or(text.len() as u64, |m| m.len().max(text.len() as u64));
-            return Err(FilterError::TooLarge(bytes));
+            return Err(EventFilterFileError::TooLarge(bytes));
         }
         Self::from_toml(&text)
     }
@@ -288,7 +290,7 @@ impl EventFilter {
             EventSelection::Fixed(n) => self.fixed_counters >> n & 1 != 0,
             EventSelection::General(select, umask) => self.lists(select.0, umask),
         };
-        listed == (self.action == FilterAction::Allow)
+        listed == (self.action == EventFilterAction::Allow)
     }
 
     /// Returns the architectural events of `vendor` that the filter allows on at least one counter.
@@ -315,14 +317,14 @@ impl EventFilter {
                 ))
             });
         let counted = |(selection, event)| match event {
-            GuestEvent::Architectural(event) if self.allows(selection) => Some(event),
+            DecodedCounterEvent::Architectural(event) if self.allows(selection) => Some(event),
             _ => None,
         };
         general.chain(fixed).filter_map(counted).collect()
     }
 
     /// Returns the effect of the filter on the events that it lists.
-    pub fn action(&self) -> FilterAction {
+    pub fn action(&self) -> EventFilterAction {
         self.action
     }
 
@@ -333,7 +335,7 @@ impl EventFilter {
 
     /// Returns the filter entries for general-purpose counters, sorted by event select and without
     /// duplicates.
-    pub fn entries(&self) -> &[FilterEntry] {
+    pub fn entries(&self) -> &[EventFilterEntry] {
         &self.entries
     }
 
@@ -357,14 +359,14 @@ impl EventFilter {
     }
 }
 
-impl FilterEntry {
+impl EventFilterEntry {
     #[expect(clippy::cast_possible_truncation, reason = "checked above")]
-    fn new(number: usize, spec: &FilterEntrySpec) -> Result<Self, FilterError> {
+    fn new(number: usize, spec: &EventFilterEntrySpec) -> Result<Self, EventFilterFileError> {
         let within = |field, value: u64, limit: u64| {
             if value <= limit {
                 Ok(value)
             } else {
-                Err(FilterError::OutOfRange {
+                Err(EventFilterFileError::OutOfRange {
                     entry: number,
                     field,
                     value,
@@ -379,10 +381,10 @@ impl FilterEntry {
                 within("umask-match", matches, 0xFF)?,
             ),
             (None, None, None) => (0, 0),
-            _ => return Err(FilterError::UnitMask(number)),
+            _ => return Err(EventFilterFileError::UnitMask(number)),
         };
         if matches & !mask != 0 {
-            return Err(FilterError::NeverMatches(number));
+            return Err(EventFilterFileError::NeverMatches(number));
         }
         Ok(Self {
             select: within("select", spec.select, 0xFFF)? as u16,
@@ -410,7 +412,7 @@ mod tests {
             let filter = EventFilter::architectural(vendor);
             for (select, umask) in general_events() {
                 let event = decode(vendor, EventSelect(select), UnitMask(umask));
-                let architectural = matches!(event, GuestEvent::Architectural(_));
+                let architectural = matches!(event, DecodedCounterEvent::Architectural(_));
                 let allowed = filter.allows(general(select, umask));
                 assert_eq!(allowed, architectural, "{vendor:?} {select:#x}/{umask:#x}");
             }
@@ -564,21 +566,21 @@ mod tests {
 
     #[test]
     fn number_of_entries_is_limited() {
-        let entry = FilterEntrySpec {
+        let entry = EventFilterEntrySpec {
             select: 1,
             umask: None,
             umask_mask: None,
             umask_match: None,
             exclude: false,
         };
-        let spec = FilterSpec {
-            action: FilterAction::Deny,
+        let spec = EventFilterSpec {
+            action: EventFilterAction::Deny,
             fixed_counters: 0,
             events: vec![entry; MAX_ENTRIES + 1],
         };
         assert!(matches!(
             EventFilter::new(&spec),
-            Err(FilterError::TooManyEntries(4097))
+            Err(EventFilterFileError::TooManyEntries(4097))
         ));
     }
 
@@ -592,9 +594,9 @@ mod tests {
             umask in 0u8..16,
             fixed in 0u8..4,
         ) {
-            let events: Vec<FilterEntrySpec> = entries
+            let events: Vec<EventFilterEntrySpec> = entries
                 .iter()
-                .map(|&(select, mask, bits, exclude)| FilterEntrySpec {
+                .map(|&(select, mask, bits, exclude)| EventFilterEntrySpec {
                     select,
                     umask: None,
                     umask_mask: Some(mask),
@@ -602,8 +604,8 @@ mod tests {
                     exclude,
                 })
                 .collect();
-            let spec = FilterSpec {
-                action: if allow { FilterAction::Allow } else { FilterAction::Deny },
+            let spec = EventFilterSpec {
+                action: if allow { EventFilterAction::Allow } else { EventFilterAction::Deny },
                 fixed_counters,
                 events,
             };

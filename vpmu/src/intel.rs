@@ -7,13 +7,13 @@ use perf_core::branch::{BranchEntry, BranchKind};
 
 use crate::PrivilegeLevels;
 use crate::branches::{BranchControls, BranchRecord, BranchRegister, MAX_BRANCH_RECORDS};
-use crate::events::{EventRequest, EventSelect, EventSelection, decode_fixed};
+use crate::events::{CounterEventRequest, EventSelect, EventSelection, decode_fixed};
 use crate::freeze::{DEBUGCTL_FREEZE_BRANCHES_ON_PMI, STATUS_CTR_FRZ, STATUS_LBR_FRZ};
 use crate::index::{CounterIndex, MAX_GENERAL, MsrAddress, RdpmcIndex, counters_in};
 use crate::model::PmuModel;
 use crate::model_name::Vendor;
 use crate::vendor::{
-    PmuRegister, PmuRegisters, VendorOps, WriteEffect, contain_branch, general_msrs, general_request,
+    PmuRegister, PmuRegisters, RegisterWriteEffect, VendorOps, contain_branch, general_msrs, general_request,
     selector,
 };
 
@@ -226,11 +226,11 @@ fn selector_mask(model: &PmuModel, counter: CounterIndex) -> u64 {
 
 /// Returns the effect of writing `value` to a register: the value is stored if all its set bits are
 /// in `allowed`, otherwise the write faults.
-fn checked(value: u64, allowed: u64) -> WriteEffect {
+fn checked(value: u64, allowed: u64) -> RegisterWriteEffect {
     if value & !allowed == 0 {
-        WriteEffect::Store(value)
+        RegisterWriteEffect::Store(value)
     } else {
-        WriteEffect::Fault
+        RegisterWriteEffect::Fault
     }
 }
 
@@ -254,16 +254,16 @@ fn branch_register(address: u32) -> Option<BranchRegister> {
 
 /// Returns the effect of a write to a branch record register or control register. Recorded
 /// addresses must be canonical for 57-bit linear addresses.
-fn write_branch_register(register: BranchRegister, value: u64) -> WriteEffect {
+fn write_branch_register(register: BranchRegister, value: u64) -> RegisterWriteEffect {
     match register {
         BranchRegister::Control => checked(value, LBR_WRITABLE),
-        BranchRegister::Depth if LBR_DEPTHS.contains(&value) => WriteEffect::Store(value),
+        BranchRegister::Depth if LBR_DEPTHS.contains(&value) => RegisterWriteEffect::Store(value),
         BranchRegister::Top => checked(value, LASTBRANCH_TOS),
-        BranchRegister::Info(_) => WriteEffect::Store(value & !LBR_INFO_UNDEFINED),
+        BranchRegister::Info(_) => RegisterWriteEffect::Store(value & !LBR_INFO_UNDEFINED),
         BranchRegister::From(_) | BranchRegister::To(_) if matches!(value.cast_signed() >> 56, 0 | -1) => {
-            WriteEffect::Store(value)
+            RegisterWriteEffect::Store(value)
         }
-        _ => WriteEffect::Fault,
+        _ => RegisterWriteEffect::Fault,
     }
 }
 
@@ -324,13 +324,13 @@ impl VendorOps for Intel {
         counter.filter(|&c| model.has(c))
     }
 
-    fn write(&self, model: &PmuModel, register: PmuRegister, value: u64) -> WriteEffect {
+    fn write(&self, model: &PmuModel, register: PmuRegister, value: u64) -> RegisterWriteEffect {
         let width = model.width();
         let counters = model.counters_mask();
         match register {
             PmuRegister::Selector(c) => checked(value, selector_mask(model, c)),
             PmuRegister::Counter(c) if c.fixed_number().is_none() => {
-                WriteEffect::Store(width.sign_extend_32(value))
+                RegisterWriteEffect::Store(width.sign_extend_32(value))
             }
             PmuRegister::Counter(_) | PmuRegister::FullWidthCounter(_) => checked(value, width.mask()),
             PmuRegister::FixedControl => checked(value, fixed_control_mask(model)),
@@ -342,9 +342,9 @@ impl VendorOps for Intel {
             // validates the status bits of a saved state.
             PmuRegister::GlobalStatusSet => checked(value, counters | settable_status(model.intel_version())),
             PmuRegister::DebugControl => checked(value, model.debug_control_bits()),
-            PmuRegister::Absent => WriteEffect::Dropped,
+            PmuRegister::Absent => RegisterWriteEffect::Dropped,
             PmuRegister::GlobalStatus | PmuRegister::GlobalInUse | PmuRegister::Capabilities => {
-                WriteEffect::Fault
+                RegisterWriteEffect::Fault
             }
         }
     }
@@ -404,11 +404,11 @@ impl VendorOps for Intel {
         clippy::cast_possible_truncation,
         reason = "a fixed counter's number is below MAX_FIXED"
     )]
-    fn request(&self, registers: &PmuRegisters, counter: CounterIndex) -> Option<EventRequest> {
+    fn request(&self, registers: &PmuRegisters, counter: CounterIndex) -> Option<CounterEventRequest> {
         let request = match counter.fixed_number() {
             Some(n) => {
                 let field = fixed_field(registers, n);
-                EventRequest {
+                CounterEventRequest {
                     vendor: Vendor::Intel,
                     selection: EventSelection::Fixed(n as u8),
                     event: decode_fixed(n),
@@ -423,7 +423,7 @@ impl VendorOps for Intel {
             }
             None => {
                 let value = registers.selectors[counter.slot()];
-                EventRequest {
+                CounterEventRequest {
                     in_transaction: value & SELECTOR_IN_TX != 0,
                     checkpointed: value & SELECTOR_IN_TXCP != 0,
                     ..general_request(
@@ -520,7 +520,7 @@ impl VendorOps for Intel {
         branch_register(msr.0).filter(|_| model.has_branch_records())
     }
 
-    fn write_branch_register(&self, register: BranchRegister, value: u64) -> WriteEffect {
+    fn write_branch_register(&self, register: BranchRegister, value: u64) -> RegisterWriteEffect {
         write_branch_register(register, value)
     }
 

@@ -73,23 +73,25 @@ pub mod vmm_counts;
 mod vpmu;
 mod width;
 
-pub use counter_events::{CounterEvents, CounterTimes, EnableOutcome, EventLoss, UnavailableReason};
+pub use counter_events::{
+    CounterEnableOutcome, CounterEventLoss, CounterEvents, CounterTimes, UnavailableReason,
+};
 pub use events::{
-    ArchEvent, ArchEventSet, BackingPolicy, CounterBacking, EventRequest, EventSelect, EventSelection,
-    GuestEvent, ParavirtualEvent, UnitMask,
+    ArchEvent, ArchEventSet, CounterBacking, CounterBackingPolicy, CounterEventRequest, DecodedCounterEvent,
+    EventSelect, EventSelection, ParavirtualEvent, UnitMask,
 };
 pub use filter::EventFilter;
 pub use host_pmu::{CpuidReader, CpuidRegs, HostPmuProperties};
 pub use index::{CounterIndex, MAX_COUNTERS, MAX_FIXED, MAX_GENERAL, MsrAddress, RdpmcIndex, counters_in};
 pub use limit::DEFAULT_PMI_LIMIT;
 pub use model::PmuModel;
-pub use model_name::{CounterNumbers, ModelError, PmuGeneration, PmuModelName, Vendor};
+pub use model_name::{CounterNumbers, PmuGeneration, PmuModelError, PmuModelName, Vendor};
 pub use perf_core_events::{PerfCoreEvents, PrivilegeLevels};
 pub use share::{PmiShare, PmiShareError};
-pub use sources::{EventSource, EventSources};
+pub use sources::{CounterBackingSelector, HostEventSource};
 pub use state::{VpmuStateError, fix_checksum};
 pub use vpmu::{
-    BranchRequest, CounterBackingChange, CounterView, Cpl, MsrReadOutcome, MsrWriteOutcome, PmiCounts,
-    PmiReadiness, Vpmu,
+    BranchCollectionRequest, CounterBackingChange, Cpl, GuestCounterStatus, MsrReadOutcome, MsrWriteOutcome,
+    PmiCounts, PmiReadiness, Vpmu,
 };
 pub use width::{CounterAdvance, CounterWidth};

@@ -6,7 +6,7 @@ use crate::events::{ArchEvent, ArchEventSet};
 use crate::freeze::{DEBUGCTL_FREEZE_BRANCHES_ON_PMI, DEBUGCTL_FREEZE_ON_PMI};
 use crate::host_pmu::{CpuidReader, HostPmuProperties};
 use crate::index::{CounterIndex, MAX_FIXED, MAX_GENERAL};
-use crate::model_name::{CounterNumbers, ModelError, PmuGeneration, PmuModelName, Vendor};
+use crate::model_name::{CounterNumbers, PmuGeneration, PmuModelError, PmuModelName, Vendor};
 use crate::width::CounterWidth;
 
 /// Vendor, generation, number and width of the counters of a guest's PMU. All values are within the
@@ -52,13 +52,14 @@ impl PmuModel {
     /// Builds the model for `--pmu`, `--pmu-counters` and `--pmu-width`.
     ///
     /// # Errors
-    /// Returns a [`ModelError`] if the numbers do not fit the model or the host has no PMU to copy.
+    /// Returns a [`PmuModelError`] if the numbers do not fit the model or the host has no PMU to
+    /// copy.
     pub fn resolve(
         name: PmuModelName,
         counters: Option<CounterNumbers>,
         width: Option<u32>,
         host: &mut CpuidReader<'_>,
-    ) -> Result<Self, ModelError> {
+    ) -> Result<Self, PmuModelError> {
         let plain = counters.is_none() && width.is_none();
         let generation = match name {
             PmuModelName::Generation(generation) => generation,
@@ -67,9 +68,9 @@ impl PmuModel {
                 Vendor::Amd => PmuGeneration::AmdCore,
             },
             PmuModelName::Host if plain => return Self::host(host),
-            PmuModelName::Host => return Err(ModelError::NotAdjustable("host")),
+            PmuModelName::Host => return Err(PmuModelError::NotAdjustable("host")),
             PmuModelName::Off if plain => return Ok(Self::off(HostPmuProperties::vendor(host))),
-            PmuModelName::Off => return Err(ModelError::NotAdjustable("off")),
+            PmuModelName::Off => return Err(PmuModelError::NotAdjustable("off")),
         };
         Self::new(generation, counters, width)
     }
@@ -80,7 +81,7 @@ impl PmuModel {
     /// counters in version 1), 4 counters on AMD K7 and 6 on other AMD generations, 48 bits.
     ///
     /// # Errors
-    /// Returns a [`ModelError`] if a number is outside the limits of the generation.
+    /// Returns a [`PmuModelError`] if a number is outside the limits of the generation.
     #[expect(
         clippy::cast_possible_truncation,
         reason = "checked above to be at most 15, and 4"
@@ -89,7 +90,7 @@ impl PmuModel {
         generation: PmuGeneration,
         counters: Option<CounterNumbers>,
         width: Option<u32>,
-    ) -> Result<Self, ModelError> {
+    ) -> Result<Self, PmuModelError> {
         let default = Self::default_numbers(generation);
         let general = counters.map_or(default.general, |c| c.general);
         let fixed = counters
@@ -106,7 +107,7 @@ impl PmuModel {
         let width = match CounterWidth::new(bits) {
             Some(width) if may_have => width,
             _ => {
-                return Err(ModelError::Width {
+                return Err(PmuModelError::Width {
                     given: bits,
                     generation,
                     limit,
@@ -147,10 +148,10 @@ impl PmuModel {
     /// AMD.
     ///
     /// # Errors
-    /// Returns [`ModelError::HostHasNone`] if the host's CPUID reports no PMU.
+    /// Returns [`PmuModelError::HostHasNone`] if the host's CPUID reports no PMU.
     #[expect(clippy::cast_possible_truncation, reason = "constants, and at most four bits")]
-    pub fn host(host: &mut CpuidReader<'_>) -> Result<Self, ModelError> {
-        let pmu = HostPmuProperties::read(host).ok_or(ModelError::HostHasNone)?;
+    pub fn host(host: &mut CpuidReader<'_>) -> Result<Self, PmuModelError> {
+        let pmu = HostPmuProperties::read(host).ok_or(PmuModelError::HostHasNone)?;
         let generation = pmu.generation;
         let general = match generation {
             PmuGeneration::Intel(_) => pmu.general.min(8),
@@ -168,7 +169,7 @@ impl PmuModel {
             }),
             Some(bits),
         )
-        .map_err(|_| ModelError::HostHasNone)?;
+        .map_err(|_| PmuModelError::HostHasNone)?;
         let fixed_bitmap = match generation {
             PmuGeneration::Intel(2..=4) => {
                 // Before version 5, CPUID can only enumerate a contiguous range of fixed counters
@@ -365,7 +366,7 @@ impl PmuModel {
 
 /// Validates the numbers of general-purpose and fixed counters for a generation.
 #[expect(clippy::cast_possible_truncation, reason = "constants")]
-fn check_numbers(generation: PmuGeneration, general: u32, fixed: u32) -> Result<(), ModelError> {
+fn check_numbers(generation: PmuGeneration, general: u32, fixed: u32) -> Result<(), PmuModelError> {
     let (may_have, limit, remedy) = match generation {
         PmuGeneration::Off(_) => (
             general == 0,
@@ -398,7 +399,7 @@ fn check_numbers(generation: PmuGeneration, general: u32, fixed: u32) -> Result<
         ),
     };
     if !may_have {
-        return Err(ModelError::General {
+        return Err(PmuModelError::General {
             given: general,
             generation,
             limit,
@@ -424,7 +425,7 @@ fn check_numbers(generation: PmuGeneration, general: u32, fixed: u32) -> Result<
         ),
     };
     if !may_have {
-        return Err(ModelError::Fixed {
+        return Err(PmuModelError::Fixed {
             given: fixed,
             generation,
             limit,
@@ -456,7 +457,7 @@ impl fmt::Display for PmuModel {
 mod tests {
     use super::*;
 
-    fn build(name: &str, counters: Option<&str>, width: Option<u32>) -> Result<PmuModel, ModelError> {
+    fn build(name: &str, counters: Option<&str>, width: Option<u32>) -> Result<PmuModel, PmuModelError> {
         let counters = counters.map(str::parse).transpose()?;
         PmuModel::resolve(name.parse()?, counters, width, &mut |_, _| Default::default())
     }

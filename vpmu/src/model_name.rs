@@ -86,9 +86,9 @@ pub enum PmuModelName {
 }
 
 impl FromStr for PmuModelName {
-    type Err = ModelError;
+    type Err = PmuModelError;
 
-    fn from_str(name: &str) -> Result<Self, ModelError> {
+    fn from_str(name: &str) -> Result<Self, PmuModelError> {
         Ok(match name {
             "auto" => Self::Auto,
             "host" => Self::Host,
@@ -101,7 +101,7 @@ impl FromStr for PmuModelName {
             "amd-k7" => Self::Generation(PmuGeneration::AmdK7),
             "amd" => Self::Generation(PmuGeneration::AmdCore),
             "amd-v2" => Self::Generation(PmuGeneration::AmdV2),
-            _ => return Err(ModelError::UnknownModel(printable(name))),
+            _ => return Err(PmuModelError::UnknownModel(printable(name))),
         })
     }
 }
@@ -116,16 +116,16 @@ pub struct CounterNumbers {
 }
 
 impl FromStr for CounterNumbers {
-    type Err = ModelError;
+    type Err = PmuModelError;
 
-    fn from_str(text: &str) -> Result<Self, ModelError> {
-        let number = |part: &str| -> Result<u32, ModelError> {
+    fn from_str(text: &str) -> Result<Self, PmuModelError> {
+        let number = |part: &str| -> Result<u32, PmuModelError> {
             // `u32::from_str` accepts a leading plus sign, so "4++3" would parse.
             if part.is_empty() || !part.bytes().all(|b| b.is_ascii_digit()) {
-                return Err(ModelError::CounterNumbers(printable(text)));
+                return Err(PmuModelError::CounterNumbers(printable(text)));
             }
             part.parse()
-                .map_err(|_| ModelError::CounterNumbers(printable(text)))
+                .map_err(|_| PmuModelError::CounterNumbers(printable(text)))
         };
         match text.split_once('+') {
             Some((general, fixed)) => Ok(Self {
@@ -153,7 +153,7 @@ pub(crate) fn printable(text: &str) -> String {
 /// Error returned for an invalid PMU model.
 #[derive(Debug, thiserror::Error, PartialEq, Eq)]
 #[non_exhaustive]
-pub enum ModelError {
+pub enum PmuModelError {
     /// The `--pmu` value is unknown. Contains the value.
     #[error(
         "unknown PMU model \"{0}\"; must be auto, host, off, intel, intel-v1 to intel-v5, amd, \

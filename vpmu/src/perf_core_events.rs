@@ -1,24 +1,26 @@
 //! [`PerfCoreEvents`]: counter events implemented with perf-core events, one per counter.
 //!
-//! [`EventSources::choose`] returns the candidates for a request: drivers and event numbers, best
-//! first. When a counter is first enabled for a request, an event is opened as pinned and stopped.
-//! The event is then kept, so enabling, disabling and re-arming the counter do not open events.
-//! Each time the counter is enabled, the best candidate is tried first, and the next one if no slot
-//! is available. A counter also keeps the events that it used most recently, because guests that
-//! multiplex events over few counters rotate through a small set.
+//! [`CounterBackingSelector::choose`] returns the candidates for a request: drivers and event
+//! numbers, best first. When a counter is first enabled for a request, an event is opened as pinned
+//! and stopped. The event is then kept, so enabling, disabling and re-arming the counter do not
+//! open events. Each time the counter is enabled, the best candidate is tried first, and the next
+//! one if no slot is available. A counter also keeps the events that it used most recently, because
+//! guests that multiplex events over few counters rotate through a small set.
 
 use perf_core::pmu::{PmuError, VcpuId};
 use std::sync::Arc;
 
 use perf_core::{
-    Attr, ControlScope, EventHandle, OpenError, OpenFlags, OpenTarget, PerfCore, Session, SessionRole,
-    VcpuContext, error_line,
+    Attr, EventControlScope, EventHandle, EventOpenTarget, OpenFlags, PerfCore, PerfEventOpenError, Session,
+    SessionRole, VcpuEventContext, error_line,
 };
 
-use crate::counter_events::{CounterEvents, CounterTimes, EnableOutcome, EventLoss, UnavailableReason};
-use crate::events::{CounterBacking, EventRequest, GuestEvent, ParavirtualEvent};
+use crate::counter_events::{
+    CounterEnableOutcome, CounterEventLoss, CounterEvents, CounterTimes, UnavailableReason,
+};
+use crate::events::{CounterBacking, CounterEventRequest, DecodedCounterEvent, ParavirtualEvent};
 use crate::index::{CounterIndex, MAX_COUNTERS, counters_in};
-use crate::sources::EventSources;
+use crate::sources::CounterBackingSelector;
 
 /// Number of stopped events that a counter keeps for reuse, in addition to its current event.
 const PARKED: usize = 3;
@@ -42,17 +44,17 @@ enum CandidateFailure {
     /// The candidate cannot count at present, for the given reason.
     Temporary(UnavailableReason),
     /// The candidate can never count the request, because the driver cannot open the event.
-    Permanent(OpenError),
+    Permanent(PerfEventOpenError),
 }
 
 impl CandidateFailure {
-    fn of(error: OpenError) -> Self {
+    fn of(error: PerfEventOpenError) -> Self {
         match &error {
-            OpenError::Driver(PmuError::Busy) => Self::Temporary(UnavailableReason::Busy),
-            OpenError::Driver(PmuError::Mediated(_) | PmuError::Os { .. }) => {
+            PerfEventOpenError::Driver(PmuError::Busy) => Self::Temporary(UnavailableReason::Busy),
+            PerfEventOpenError::Driver(PmuError::Mediated(_) | PmuError::Os { .. }) => {
                 Self::Temporary(UnavailableReason::Refused(error.errno()))
             }
-            OpenError::Overcommitted { .. } => Self::Temporary(UnavailableReason::NoSlot),
+            PerfEventOpenError::Overcommitted { .. } => Self::Temporary(UnavailableReason::NoSlot),
             _ => Self::Permanent(error),
         }
     }
@@ -62,7 +64,7 @@ impl CandidateFailure {
 /// it, best first. Candidates that failed permanently are not included.
 #[derive(Debug)]
 struct ProgrammedEvent {
-    request: EventRequest,
+    request: CounterEventRequest,
     candidates: [Option<BackingCandidate>; 2],
     /// Index of the candidate that is counting, or that counted last.
     using: usize,
@@ -83,7 +85,7 @@ impl ProgrammedEvent {
         let stepped = self
             .candidate()
             .is_some_and(|candidate| candidate.backing == CounterBacking::Exact)
-            && matches!(self.request.event, GuestEvent::Architectural(_));
+            && matches!(self.request.event, DecodedCounterEvent::Architectural(_));
         PrivilegeLevels {
             user: stepped && self.request.user,
             kernel: stepped && self.request.kernel,
@@ -124,7 +126,7 @@ impl CounterSlot {
     }
 
     /// Removes and returns the stopped event that is kept for `request`, if any.
-    fn unpark(&mut self, request: &EventRequest) -> Option<Box<ProgrammedEvent>> {
+    fn unpark(&mut self, request: &CounterEventRequest) -> Option<Box<ProgrammedEvent>> {
         let at = self
             .parked
             .iter()
@@ -162,11 +164,11 @@ pub struct PerfCoreEvents {
     core: PerfCore,
     session: Session,
     vcpu: VcpuId,
-    context: Option<Arc<VcpuContext>>,
+    context: Option<Arc<VcpuEventContext>>,
     /// `true` if an event of the vCPU has failed and [`CounterEvents::may_have_lost`] has not yet
     /// reported the failure.
     unseen: bool,
-    sources: EventSources,
+    sources: CounterBackingSelector,
     slots: [CounterSlot; MAX_COUNTERS],
     /// Mask of the enabled counters that require single-stepping (exact backing) at CPL 1 to 3, and
     /// mask of those that require it at CPL 0.
@@ -176,7 +178,7 @@ pub struct PerfCoreEvents {
 
 impl PerfCoreEvents {
     /// Creates the counter events of `vcpu`, which must already exist in `core`.
-    pub fn new(core: PerfCore, vcpu: VcpuId, sources: EventSources) -> Self {
+    pub fn new(core: PerfCore, vcpu: VcpuId, sources: CounterBackingSelector) -> Self {
         let session = core.session(0, SessionRole::Guest);
         let context = core.vcpu(vcpu);
         Self {
@@ -218,7 +220,7 @@ impl PerfCoreEvents {
         self.slots
             .iter()
             .filter_map(|slot| slot.current.as_ref())
-            .any(|open| open.request.event == GuestEvent::Paravirtual(event))
+            .any(|open| open.request.event == DecodedCounterEvent::Paravirtual(event))
     }
 
     /// Returns the perf-core event with which the counter currently counts, or `None` if the event
@@ -239,7 +241,7 @@ impl PerfCoreEvents {
 
     /// Returns the candidates (drivers and event numbers) for `request`. Opens the best candidate
     /// that does not fail permanently, and drops better candidates that do.
-    fn open(&mut self, counter: CounterIndex, request: &EventRequest) -> ProgrammedEvent {
+    fn open(&mut self, counter: CounterIndex, request: &CounterEventRequest) -> ProgrammedEvent {
         let mut candidates = [None, None];
         for (candidate, (backing, attr)) in candidates.iter_mut().zip(self.sources.choose(request)) {
             *candidate = Some(BackingCandidate {
@@ -294,7 +296,7 @@ fn open_candidate<'w>(
             .open(
                 session,
                 candidate.attr.clone(),
-                OpenTarget::Vcpu(vcpu),
+                EventOpenTarget::Vcpu(vcpu),
                 None,
                 flags,
             )
@@ -315,12 +317,12 @@ fn start(handle: &EventHandle, overflow_in: Option<u64>) -> Result<u64, Unavaila
         Ok(Err(cause)) => cause,
         Err(error) => UnavailableReason::Refused(error.errno()),
     };
-    let _ = handle.disable(ControlScope::Event);
+    let _ = handle.disable(EventControlScope::Event);
     Err(lack)
 }
 
 impl CounterEvents for PerfCoreEvents {
-    fn program(&mut self, counter: CounterIndex, request: Option<&EventRequest>) -> CounterBacking {
+    fn program(&mut self, counter: CounterIndex, request: Option<&CounterEventRequest>) -> CounterBacking {
         self.stepping_user &= !counter.mask();
         self.stepping_kernel &= !counter.mask();
         let Some(request) = request else {
@@ -344,9 +346,9 @@ impl CounterEvents for PerfCoreEvents {
         open.backing()
     }
 
-    fn enable(&mut self, counter: CounterIndex, overflow_in: Option<u64>) -> (EnableOutcome, u64) {
+    fn enable(&mut self, counter: CounterIndex, overflow_in: Option<u64>) -> (CounterEnableOutcome, u64) {
         let Some(open) = &mut self.slots[counter.slot()].current else {
-            return (EnableOutcome::Refused(UnavailableReason::NoSlot), 0);
+            return (CounterEnableOutcome::Refused(UnavailableReason::NoSlot), 0);
         };
         let mut lack = None;
         for at in 0..open.candidates.len() {
@@ -363,10 +365,10 @@ impl CounterEvents for PerfCoreEvents {
                     self.stepping_user |= if levels.user { counter.mask() } else { 0 };
                     self.stepping_kernel |= if levels.kernel { counter.mask() } else { 0 };
                     let Some(lack) = lack else {
-                        return (EnableOutcome::Counting(backing), count);
+                        return (CounterEnableOutcome::Counting(backing), count);
                     };
                     self.acknowledge_failure();
-                    return (EnableOutcome::Fallback(backing, lack), count);
+                    return (CounterEnableOutcome::Fallback(backing, lack), count);
                 }
                 Err(CandidateFailure::Temporary(why)) => lack = lack.or(Some(why)),
                 Err(CandidateFailure::Permanent(error)) => {
@@ -377,7 +379,7 @@ impl CounterEvents for PerfCoreEvents {
         }
         self.acknowledge_failure();
         (
-            EnableOutcome::Refused(lack.unwrap_or(UnavailableReason::NoSlot)),
+            CounterEnableOutcome::Refused(lack.unwrap_or(UnavailableReason::NoSlot)),
             0,
         )
     }
@@ -469,9 +471,9 @@ impl CounterEvents for PerfCoreEvents {
         std::mem::take(&mut self.unseen) | seen
     }
 
-    fn lost(&mut self, counter: CounterIndex) -> Option<EventLoss> {
+    fn lost(&mut self, counter: CounterIndex) -> Option<CounterEventLoss> {
         let failure = self.of(counter)?.failure()?;
-        Some(EventLoss {
+        Some(CounterEventLoss {
             since_ns: failure.since_ns,
             cause: failure.cause,
         })

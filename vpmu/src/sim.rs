@@ -1,13 +1,15 @@
 //! Simulated counter events for tests, fuzzing and benchmarks. Guest execution is simulated by
 //! explicit calls.
 
-use crate::counter_events::{CounterEvents, CounterTimes, EnableOutcome, EventLoss, UnavailableReason};
-use crate::events::{ArchEvent, CounterBacking, EventRequest, GuestEvent};
+use crate::counter_events::{
+    CounterEnableOutcome, CounterEventLoss, CounterEvents, CounterTimes, UnavailableReason,
+};
+use crate::events::{ArchEvent, CounterBacking, CounterEventRequest, DecodedCounterEvent};
 use crate::index::{CounterIndex, MAX_COUNTERS, counters_in};
 
 #[derive(Clone, Copy, Debug, Default)]
 struct SimEvent {
-    request: Option<EventRequest>,
+    request: Option<CounterEventRequest>,
     count: u64,
     /// Number of further counts until the armed overflow; `None` if no overflow is armed.
     armed: Option<u64>,
@@ -33,7 +35,7 @@ impl SimEvent {
 
 /// Simulated events that each count once per tick while enabled.
 #[derive(Clone, Debug)]
-pub struct SimEvents {
+pub struct SimCounterEvents {
     events: [SimEvent; MAX_COUNTERS],
     running: u64,
     notified: u64,
@@ -54,10 +56,10 @@ pub struct SimEvents {
     pub enables: u64,
     /// Function that selects the backing of a request. By default, every request has the hardware
     /// backing.
-    pub backing_of: fn(&EventRequest) -> CounterBacking,
+    pub backing_of: fn(&CounterEventRequest) -> CounterBacking,
 }
 
-impl Default for SimEvents {
+impl Default for SimCounterEvents {
     fn default() -> Self {
         Self {
             events: [SimEvent::default(); MAX_COUNTERS],
@@ -75,7 +77,7 @@ impl Default for SimEvents {
     }
 }
 
-impl SimEvents {
+impl SimCounterEvents {
     /// Runs the guest for up to `ticks` ticks, but only until an armed overflow occurs. Returns the
     /// number of ticks run.
     pub fn run(&mut self, ticks: u64) -> u64 {
@@ -142,7 +144,7 @@ impl SimEvents {
     }
 
     /// Returns the request that the counter is programmed with.
-    pub fn request(&self, counter: CounterIndex) -> Option<EventRequest> {
+    pub fn request(&self, counter: CounterIndex) -> Option<CounterEventRequest> {
         self.events[counter.slot()].request
     }
 
@@ -161,8 +163,8 @@ impl SimEvents {
     }
 }
 
-impl CounterEvents for SimEvents {
-    fn program(&mut self, counter: CounterIndex, request: Option<&EventRequest>) -> CounterBacking {
+impl CounterEvents for SimCounterEvents {
+    fn program(&mut self, counter: CounterIndex, request: Option<&CounterEventRequest>) -> CounterBacking {
         self.calls += 1;
         self.running &= !counter.mask();
         self.events[counter.slot()] = SimEvent {
@@ -172,7 +174,7 @@ impl CounterEvents for SimEvents {
         request.map_or(CounterBacking::None, self.backing_of)
     }
 
-    fn enable(&mut self, counter: CounterIndex, overflow_in: Option<u64>) -> (EnableOutcome, u64) {
+    fn enable(&mut self, counter: CounterIndex, overflow_in: Option<u64>) -> (CounterEnableOutcome, u64) {
         self.calls += 1;
         self.enables += 1;
         let backing = self.events[counter.slot()]
@@ -187,19 +189,22 @@ impl CounterEvents for SimEvents {
             && self.clock
             && event
                 .request
-                .is_some_and(|r| r.event == GuestEvent::Architectural(ArchEvent::CoreCycles));
+                .is_some_and(|r| r.event == DecodedCounterEvent::Architectural(ArchEvent::CoreCycles));
         (event.on_clock, event.lost) = (falls_back, None);
         if !fits && !falls_back {
             event.armed = None;
-            return (EnableOutcome::Refused(self.lack), 0);
+            return (CounterEnableOutcome::Refused(self.lack), 0);
         }
         event.armed = overflow_in;
         self.running |= counter.mask();
         let count = event.counted();
         if falls_back {
-            return (EnableOutcome::Fallback(CounterBacking::Clock, self.lack), count);
+            return (
+                CounterEnableOutcome::Fallback(CounterBacking::Clock, self.lack),
+                count,
+            );
         }
-        (EnableOutcome::Counting(backing), count)
+        (CounterEnableOutcome::Counting(backing), count)
     }
 
     fn disable(&mut self, counter: CounterIndex) -> u64 {
@@ -250,9 +255,9 @@ impl CounterEvents for SimEvents {
         std::mem::take(&mut self.unseen)
     }
 
-    fn lost(&mut self, counter: CounterIndex) -> Option<EventLoss> {
+    fn lost(&mut self, counter: CounterIndex) -> Option<CounterEventLoss> {
         let since_ns = self.events[counter.slot()].lost?;
-        Some(EventLoss {
+        Some(CounterEventLoss {
             since_ns,
             cause: UnavailableReason::Taken,
         })

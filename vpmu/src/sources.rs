@@ -1,18 +1,18 @@
-//! [`EventSources`]: the table of backings (sources of counts) for each event. It is used for guest
+//! [`CounterBackingSelector`]: the table of backings (sources of counts) for each event. It is used for guest
 //! requests, operator events and the availability bits of the guest's CPUID.
 //!
 //! For each architectural event, `row` returns the event numbers of the host kernel, the clock
-//! driver and the exact backing. Only `EventSources::candidates` reads this table. Its callers
-//! differ: guest requests may have a counter mask or edge detect, operator events ignore the
-//! guest's backing policy, and CPUID reports only events that are known to count.
+//! driver and the exact backing. Only `CounterBackingSelector::candidates` reads this table. Its
+//! callers differ: guest requests may have a counter mask or edge detect, operator events ignore
+//! the guest's backing policy, and CPUID reports only events that are known to count.
 
 use perf_core::pmu::{clock, sched};
 use perf_core::{Attr, EventType};
 
 use crate::dialect::EventDialect;
 use crate::events::{
-    ArchEvent, ArchEventSet, BackingPolicy, CounterBacking, EventRequest, EventSelection, GuestEvent,
-    ParavirtualEvent,
+    ArchEvent, ArchEventSet, CounterBacking, CounterBackingPolicy, CounterEventRequest, DecodedCounterEvent,
+    EventSelection, ParavirtualEvent,
 };
 use crate::model_name::Vendor;
 use crate::vmm_counts;
@@ -70,7 +70,7 @@ impl ArchEvent {
 
 /// A driver and an event number with which it can count an event.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct EventSource {
+pub struct HostEventSource {
     /// Backing that the driver implements.
     pub backing: CounterBacking,
     /// PMU type of the driver, as in `perf_event_attr.type`.
@@ -83,12 +83,12 @@ pub struct EventSource {
 }
 
 /// Up to two event sources that can count an event, best first.
-type EventSourceCandidates = [Option<EventSource>; 2];
+type EventSourceCandidates = [Option<HostEventSource>; 2];
 
 /// Backings that are available on this host, and the guest's backing policy.
 #[derive(Clone, Debug)]
-pub struct EventSources {
-    policy: BackingPolicy,
+pub struct CounterBackingSelector {
+    policy: CounterBackingPolicy,
     /// `true` if only CPL 0 can be single-stepped.
     kernel_only: bool,
     /// Vendor of the host PMU, or `None` if no usable host PMU exists.
@@ -101,12 +101,12 @@ pub struct EventSources {
     statistics: [Option<u64>; ParavirtualEvent::ALL.len()],
 }
 
-impl EventSources {
+impl CounterBackingSelector {
     /// Creates the event sources that `policy` allows on a host with a PMU of vendor `hardware`.
     /// The host PMU is assumed to support all generic events. `statistic` returns the number of the
     /// KVM statistic that the kvm driver uses for a paravirtual event.
     pub fn new(
-        policy: BackingPolicy,
+        policy: CounterBackingPolicy,
         hardware: Option<Vendor>,
         statistic: impl FnMut(ParavirtualEvent) -> Option<u64>,
     ) -> Self {
@@ -140,10 +140,10 @@ impl EventSources {
 
     /// Returns the raw number of a request on the host's processor, or `None` if the processor has
     /// no such event.
-    fn host_number(&self, request: &EventRequest) -> Option<u64> {
+    fn host_number(&self, request: &CounterEventRequest) -> Option<u64> {
         let mut number = *request;
         if let Some(dialect) = self.dialect
-            && let GuestEvent::Architectural(event) = request.event
+            && let DecodedCounterEvent::Architectural(event) = request.event
             && let EventSelection::General(_, umask) = &mut number.selection
         {
             match (request.vendor, event) {
@@ -169,7 +169,7 @@ impl EventSources {
     /// the vendor of the PMU model, and `raw` the raw event number on processors of this vendor.
     fn candidates(
         &self,
-        policy: BackingPolicy,
+        policy: CounterBackingPolicy,
         vendor: Vendor,
         event: Option<ArchEvent>,
         raw: Option<u64>,
@@ -180,32 +180,35 @@ impl EventSources {
         let generic = event.filter(|event| own || self.hardware.is_some() && event.is_vendor_independent());
         let backing = match policy {
             // With KVM's vPMU, KVM opens the hardware events on the host.
-            BackingPolicy::Kvm => CounterBacking::Kvm,
+            CounterBackingPolicy::Kvm => CounterBacking::Kvm,
             _ => CounterBacking::Hardware,
         };
         let hardware = match row.as_ref().and_then(|row| row.generic) {
             Some(number) => generic
                 .filter(|event| self.opens.has(*event))
-                .map(|_| EventSource {
+                .map(|_| HostEventSource {
                     backing,
                     ty: EventType::HARDWARE,
                     config: number,
                     known: true,
                 }),
-            None => raw.filter(|_| own).map(|config| EventSource {
+            None => raw.filter(|_| own).map(|config| HostEventSource {
                 backing,
                 ty: EventType::RAW,
                 config,
                 known: false,
             }),
         };
-        let by_clock = row.as_ref().and_then(|row| row.clock).map(|config| EventSource {
-            backing: CounterBacking::Clock,
-            ty: EventType::CLOCK,
-            config,
-            known: true,
-        });
-        let stepped = row.and_then(|row| row.exact).map(|selector| EventSource {
+        let by_clock = row
+            .as_ref()
+            .and_then(|row| row.clock)
+            .map(|config| HostEventSource {
+                backing: CounterBacking::Clock,
+                ty: EventType::CLOCK,
+                config,
+                known: true,
+            });
+        let stepped = row.and_then(|row| row.exact).map(|selector| HostEventSource {
             backing: CounterBacking::Exact,
             ty: EventType::VMM_PMU,
             config: selector as u64,
@@ -214,17 +217,17 @@ impl EventSources {
         match policy {
             // Bus cycles have no fallback. The clock backing counts at a different frequency than
             // the host's event, so a counter must not change from one to the other.
-            BackingPolicy::Auto if own && event == Some(ArchEvent::BusCycles) => [hardware, None],
-            BackingPolicy::Auto => [hardware, by_clock],
-            BackingPolicy::Hardware | BackingPolicy::Kvm => [hardware, None],
-            BackingPolicy::Clock => [by_clock, None],
-            BackingPolicy::Exact => [stepped, None],
-            BackingPolicy::None => [None, None],
+            CounterBackingPolicy::Auto if own && event == Some(ArchEvent::BusCycles) => [hardware, None],
+            CounterBackingPolicy::Auto => [hardware, by_clock],
+            CounterBackingPolicy::Hardware | CounterBackingPolicy::Kvm => [hardware, None],
+            CounterBackingPolicy::Clock => [by_clock, None],
+            CounterBackingPolicy::Exact => [stepped, None],
+            CounterBackingPolicy::None => [None, None],
         }
     }
 
     /// Returns the source of a paravirtual event for the guest, which is independent of the policy.
-    fn paravirtual(&self, event: ParavirtualEvent) -> Option<EventSource> {
+    fn paravirtual(&self, event: ParavirtualEvent) -> Option<HostEventSource> {
         let (backing, ty, config) = match event {
             ParavirtualEvent::VmExits
             | ParavirtualEvent::Halts
@@ -260,7 +263,7 @@ impl EventSources {
                 vmm_counts::paravirtual(event) as u64,
             ),
         };
-        Some(EventSource {
+        Some(HostEventSource {
             backing,
             ty,
             config,
@@ -269,26 +272,26 @@ impl EventSources {
     }
 
     /// Returns the event sources that can count a guest request, best first.
-    pub fn of_request(&self, request: &EventRequest) -> impl Iterator<Item = EventSource> + use<> {
+    pub fn of_request(&self, request: &CounterEventRequest) -> impl Iterator<Item = HostEventSource> + use<> {
         let plain = !request.is_modified();
         let candidates = match request.event {
             // Paravirtual events support neither privilege levels nor counter masks.
-            GuestEvent::Paravirtual(event) => [self.paravirtual(event).filter(|_| plain), None],
+            DecodedCounterEvent::Paravirtual(event) => [self.paravirtual(event).filter(|_| plain), None],
             // Counter masks, edge detect and transaction filters require a hardware event with raw
             // numbers.
-            GuestEvent::Architectural(event) if plain => self.candidates(
+            DecodedCounterEvent::Architectural(event) if plain => self.candidates(
                 self.policy,
                 request.vendor,
                 Some(event),
                 self.host_number(request),
             ),
-            GuestEvent::Architectural(_) | GuestEvent::Raw => {
+            DecodedCounterEvent::Architectural(_) | DecodedCounterEvent::Raw => {
                 self.candidates(self.policy, request.vendor, None, self.host_number(request))
             }
         };
         let steps = request.kernel || !self.kernel_only;
-        let steppable = move |source: &EventSource| source.ty != EventType::VMM_PMU || steps;
-        let paravirtual = matches!(request.event, GuestEvent::Paravirtual(_));
+        let steppable = move |source: &HostEventSource| source.ty != EventType::VMM_PMU || steps;
+        let paravirtual = matches!(request.event, DecodedCounterEvent::Paravirtual(_));
         candidates
             .into_iter()
             .flatten()
@@ -297,8 +300,11 @@ impl EventSources {
 
     /// Returns pinned, initially disabled perf-core events that can count a guest request, best
     /// first, each with its backing.
-    pub fn choose(&self, request: &EventRequest) -> impl Iterator<Item = (CounterBacking, Attr)> + use<> {
-        let has_levels = !matches!(request.event, GuestEvent::Paravirtual(_));
+    pub fn choose(
+        &self,
+        request: &CounterEventRequest,
+    ) -> impl Iterator<Item = (CounterBacking, Attr)> + use<> {
+        let has_levels = !matches!(request.event, DecodedCounterEvent::Paravirtual(_));
         let base = Attr {
             pinned: true,
             disabled: true,
@@ -323,7 +329,7 @@ impl EventSources {
 
     /// Returns the source of an architectural event for a model of `vendor`, if the event is known
     /// to count.
-    pub fn known(&self, event: ArchEvent, vendor: Vendor) -> Option<EventSource> {
+    pub fn known(&self, event: ArchEvent, vendor: Vendor) -> Option<HostEventSource> {
         let candidates = self.candidates(self.policy, vendor, Some(event), None);
         candidates.into_iter().flatten().find(|source| source.known)
     }
@@ -336,26 +342,26 @@ impl EventSources {
 
     /// Returns the source with which an operator can count a generic perf event, regardless of the
     /// guest's policy. The event has the meaning that it has on processors of the host's vendor.
-    pub fn for_operator(&self, event: ArchEvent) -> Option<EventSource> {
+    pub fn for_operator(&self, event: ArchEvent) -> Option<HostEventSource> {
         let vendor = self.hardware.unwrap_or(Vendor::Intel);
-        let candidates = self.candidates(BackingPolicy::Auto, vendor, Some(event), None);
+        let candidates = self.candidates(CounterBackingPolicy::Auto, vendor, Some(event), None);
         candidates.into_iter().flatten().next()
     }
 
     /// Returns the source that counts an instruction or branch event by single-stepping, for an
     /// operator.
-    pub fn exact_for_operator(&self, event: ArchEvent) -> Option<EventSource> {
+    pub fn exact_for_operator(&self, event: ArchEvent) -> Option<HostEventSource> {
         let counts = matches!(event, ArchEvent::Instructions | ArchEvent::Branches);
-        let candidates = self.candidates(BackingPolicy::Exact, Vendor::Intel, Some(event), None);
+        let candidates = self.candidates(CounterBackingPolicy::Exact, Vendor::Intel, Some(event), None);
         candidates.into_iter().flatten().find(|_| counts)
     }
 
     /// Returns the source with which an operator can count a paravirtual event.
-    pub fn paravirtual_for_operator(&self, event: ParavirtualEvent) -> Option<EventSource> {
+    pub fn paravirtual_for_operator(&self, event: ParavirtualEvent) -> Option<HostEventSource> {
         match event {
             // For the guest's counter, the VMM adds steal time in steps. An operator's event reads
             // the host's counter directly.
-            ParavirtualEvent::StealNs => Some(EventSource {
+            ParavirtualEvent::StealNs => Some(HostEventSource {
                 backing: CounterBacking::Software,
                 ty: EventType::SCHED,
                 config: sched::WAIT_NS,
@@ -371,9 +377,9 @@ mod tests {
     use super::*;
     use crate::events::{EventSelect, UnitMask, decode};
 
-    fn request(vendor: Vendor, select: u16, umask: u8) -> EventRequest {
+    fn request(vendor: Vendor, select: u16, umask: u8) -> CounterEventRequest {
         let (select, umask) = (EventSelect(select), UnitMask(umask));
-        EventRequest {
+        CounterEventRequest {
             vendor,
             selection: EventSelection::General(select, umask),
             event: decode(vendor, select, umask),
@@ -388,12 +394,12 @@ mod tests {
     }
 
     fn chosen(
-        policy: BackingPolicy,
+        policy: CounterBackingPolicy,
         hardware: Option<Vendor>,
-        request: &EventRequest,
+        request: &CounterEventRequest,
     ) -> Vec<(CounterBacking, u32, u64)> {
         let statistic = |event| (event == ParavirtualEvent::VmExits).then_some(42);
-        EventSources::new(policy, hardware, statistic)
+        CounterBackingSelector::new(policy, hardware, statistic)
             .choose(request)
             .map(|(backing, attr)| (backing, attr.ty.0, attr.config))
             .collect()
@@ -401,8 +407,11 @@ mod tests {
 
     /// Returns the sources that the automatic policy chooses for `request` on a host with the PMU
     /// `hardware`: backing, PMU type and event number of each.
-    fn auto(hardware: impl Into<Option<Vendor>>, request: &EventRequest) -> Vec<(CounterBacking, u32, u64)> {
-        chosen(BackingPolicy::Auto, hardware.into(), request)
+    fn auto(
+        hardware: impl Into<Option<Vendor>>,
+        request: &CounterEventRequest,
+    ) -> Vec<(CounterBacking, u32, u64)> {
+        chosen(CounterBackingPolicy::Auto, hardware.into(), request)
     }
 
     const fn hardware(ty: EventType, config: u64) -> (CounterBacking, u32, u64) {
@@ -419,11 +428,11 @@ mod tests {
             .with(ArchEvent::CoreCycles)
             .with(ArchEvent::Instructions);
         let vendors = [Vendor::Intel, Vendor::Amd];
-        use BackingPolicy::{Auto, Clock, Exact, Hardware, Kvm};
-        for policy in [Auto, Hardware, Clock, Exact, Kvm, BackingPolicy::None] {
+        use CounterBackingPolicy::{Auto, Clock, Exact, Hardware, Kvm};
+        for policy in [Auto, Hardware, Clock, Exact, Kvm, CounterBackingPolicy::None] {
             for hardware in [None, Some(Vendor::Intel), Some(Vendor::Amd)] {
                 for opens in [ArchEventSet::ALL, some, ArchEventSet::NONE] {
-                    let sources = EventSources::new(policy, hardware, |_| None).opening(opens);
+                    let sources = CounterBackingSelector::new(policy, hardware, |_| None).opening(opens);
                     for vendor in vendors {
                         for event in ArchEvent::ALL {
                             agree(&sources, vendor, event);
@@ -434,26 +443,26 @@ mod tests {
         }
     }
 
-    fn agree(sources: &EventSources, vendor: Vendor, event: ArchEvent) {
+    fn agree(sources: &CounterBackingSelector, vendor: Vendor, event: ArchEvent) {
         let case = format!("{event:?} of a model of {vendor:?} with {sources:?}");
         let promised = sources.backability(vendor).has(event);
         for selection in [
             EventSelection::General(EventSelect(0x12), UnitMask(0x34)),
             EventSelection::Fixed(0),
         ] {
-            let asked = EventRequest {
+            let asked = CounterEventRequest {
                 selection,
-                event: GuestEvent::Architectural(event),
+                event: DecodedCounterEvent::Architectural(event),
                 kernel: true,
                 ..request(vendor, 0, 0)
             };
-            let candidates: Vec<EventSource> = sources.of_request(&asked).collect();
+            let candidates: Vec<HostEventSource> = sources.of_request(&asked).collect();
             let counted = candidates.iter().find(|source| source.known);
             assert_eq!(promised, counted.is_some(), "{case}");
             assert_eq!(sources.known(event, vendor), counted.copied(), "{case}");
             // An event that CPUID does not report can only be tried with its raw number, on a host
             // of the same vendor.
-            let tried = |source: &EventSource| {
+            let tried = |source: &HostEventSource| {
                 source.known || source.ty == EventType::RAW && sources.hardware == Some(vendor)
             };
             assert!(candidates.iter().all(tried), "{case}");
@@ -466,13 +475,13 @@ mod tests {
                 .count();
             assert_eq!(ours.count() + kvms, candidates.len(), "{case}");
             let own = sources.hardware.is_none_or(|host| host == vendor);
-            if sources.policy == BackingPolicy::Auto && own {
+            if sources.policy == CounterBackingPolicy::Auto && own {
                 assert_eq!(sources.for_operator(event), counted.copied(), "{case}");
             }
         }
         // An operator's event does not depend on the guest's policy.
-        let auto = EventSources {
-            policy: BackingPolicy::Auto,
+        let auto = CounterBackingSelector {
+            policy: CounterBackingPolicy::Auto,
             ..sources.clone()
         };
         assert_eq!(sources.for_operator(event), auto.for_operator(event), "{case}");
@@ -494,8 +503,8 @@ mod tests {
     #[test]
     fn unsupported_host_events_fall_back_to_clock() {
         let cycles_only = ArchEventSet::NONE.with(ArchEvent::CoreCycles);
-        let sources =
-            EventSources::new(BackingPolicy::Auto, Some(Vendor::Amd), |_| None).opening(cycles_only);
+        let sources = CounterBackingSelector::new(CounterBackingPolicy::Auto, Some(Vendor::Amd), |_| None)
+            .opening(cycles_only);
         let candidates = |select, umask| -> Vec<CounterBacking> {
             let request = request(Vendor::Amd, select, umask);
             sources.choose(&request).map(|(backing, _)| backing).collect()
@@ -512,7 +521,7 @@ mod tests {
     /// have better sources, or none.
     #[test]
     fn operators_count_instructions_and_branches_exactly() {
-        let sources = EventSources::new(BackingPolicy::Exact, Some(Vendor::Amd), |_| None);
+        let sources = CounterBackingSelector::new(CounterBackingPolicy::Exact, Some(Vendor::Amd), |_| None);
         for event in ArchEvent::ALL {
             let source = sources
                 .exact_for_operator(event)
@@ -530,7 +539,7 @@ mod tests {
     /// for steal time is advanced by the VMM instead.)
     #[test]
     fn operator_steal_time_comes_from_host() {
-        let sources = EventSources::new(BackingPolicy::None, None, |_| Some(7));
+        let sources = CounterBackingSelector::new(CounterBackingPolicy::None, None, |_| Some(7));
         let source = |event| {
             sources
                 .paravirtual_for_operator(event)
@@ -551,11 +560,14 @@ mod tests {
         assert_eq!(auto(Vendor::Amd, &cycles), [host, clock]);
         assert_eq!(auto(None, &cycles), [clock]);
         assert_eq!(
-            chosen(BackingPolicy::Hardware, Some(Vendor::Amd), &cycles),
+            chosen(CounterBackingPolicy::Hardware, Some(Vendor::Amd), &cycles),
             [host]
         );
-        assert_eq!(chosen(BackingPolicy::Clock, Some(Vendor::Amd), &cycles), [clock]);
-        assert_eq!(chosen(BackingPolicy::None, Some(Vendor::Amd), &cycles), []);
+        assert_eq!(
+            chosen(CounterBackingPolicy::Clock, Some(Vendor::Amd), &cycles),
+            [clock]
+        );
+        assert_eq!(chosen(CounterBackingPolicy::None, Some(Vendor::Amd), &cycles), []);
     }
 
     #[test]
@@ -563,7 +575,7 @@ mod tests {
         let raw = request(Vendor::Intel, 0xD1, 0x20);
         assert_eq!(auto(Vendor::Intel, &raw), [hardware(EventType::RAW, 0x20D1)]);
         assert_eq!(auto(Vendor::Amd, &raw), []);
-        let modified = EventRequest {
+        let modified = CounterEventRequest {
             cmask: 16,
             invert: true,
             ..request(Vendor::Intel, 0xC0, 0)
@@ -572,7 +584,7 @@ mod tests {
             auto(Vendor::Intel, &modified),
             [hardware(EventType::RAW, 0x1080_00C0)]
         );
-        assert_eq!(chosen(BackingPolicy::Exact, None, &modified), []);
+        assert_eq!(chosen(CounterBackingPolicy::Exact, None, &modified), []);
     }
 
     /// On a host of the guest's vendor, the host's event counts bus cycles at a frequency that
@@ -584,8 +596,14 @@ mod tests {
         assert_eq!(auto(Vendor::Intel, &bus), [hardware(EventType::HARDWARE, 6)]);
         assert_eq!(auto(Vendor::Amd, &bus), [clock]);
         assert_eq!(auto(None, &bus), [clock]);
-        assert_eq!(chosen(BackingPolicy::Clock, Some(Vendor::Intel), &bus), [clock]);
-        assert_eq!(chosen(BackingPolicy::Hardware, Some(Vendor::Amd), &bus), []);
+        assert_eq!(
+            chosen(CounterBackingPolicy::Clock, Some(Vendor::Intel), &bus),
+            [clock]
+        );
+        assert_eq!(
+            chosen(CounterBackingPolicy::Hardware, Some(Vendor::Amd), &bus),
+            []
+        );
     }
 
     /// Cache events of an Intel guest are not counted on an AMD host, because Linux's generic cache
@@ -605,14 +623,15 @@ mod tests {
     /// even if the guest's CPUID signature is that of another generation.
     #[test]
     fn conditional_branches_use_the_hosts_number() {
-        let conditional = |umask| EventRequest {
-            event: GuestEvent::Architectural(ArchEvent::ConditionalBranches),
+        let conditional = |umask| CounterEventRequest {
+            event: DecodedCounterEvent::Architectural(ArchEvent::ConditionalBranches),
             ..request(Vendor::Intel, 0xC4, umask)
         };
         let (skylake, ice_lake, silvermont) = (0x0005_0657, 0x0006_06A6, 0x0003_0678);
         for (host, number) in [(skylake, 0x01C4), (ice_lake, 0x11C4), (silvermont, 0x7EC4)] {
             let sources =
-                EventSources::new(BackingPolicy::Auto, Some(Vendor::Intel), |_| None).on_signature(host);
+                CounterBackingSelector::new(CounterBackingPolicy::Auto, Some(Vendor::Intel), |_| None)
+                    .on_signature(host);
             for umask in [0x01, 0x11, 0x7E] {
                 let found: Vec<u64> = sources
                     .choose(&conditional(umask))
@@ -631,31 +650,31 @@ mod tests {
     /// accepts the event with a count of 0. Other hosts have no source for it.
     #[test]
     fn speculative_locks_require_zen_or_exact_backing() {
-        let locks = EventRequest {
-            event: GuestEvent::Architectural(ArchEvent::SpeculativeLocks),
+        let locks = CounterEventRequest {
+            event: DecodedCounterEvent::Architectural(ArchEvent::SpeculativeLocks),
             ..request(Vendor::Amd, 0x25, 0x08)
         };
         let (zen2, piledriver) = (0x0083_0F10, 0x0060_0F20);
         let found = |policy, hardware, host| -> Vec<(EventType, u64)> {
-            let sources = EventSources::new(policy, hardware, |_| None).on_signature(host);
+            let sources = CounterBackingSelector::new(policy, hardware, |_| None).on_signature(host);
             let chosen = sources.choose(&locks);
             chosen.map(|(_, attr)| (attr.ty, attr.config)).collect()
         };
-        let auto = BackingPolicy::Auto;
+        let auto = CounterBackingPolicy::Auto;
         assert_eq!(found(auto, Some(Vendor::Amd), zen2), [(EventType::RAW, 0x0825)]);
         assert_eq!(found(auto, Some(Vendor::Amd), piledriver), []);
         assert_eq!(found(auto, Some(Vendor::Intel), 0x0006_06A6), []);
-        assert_eq!(found(BackingPolicy::Clock, None, zen2), []);
+        assert_eq!(found(CounterBackingPolicy::Clock, None, zen2), []);
         let vmm_counts = vmm_counts::exact(ArchEvent::SpeculativeLocks).unwrap() as u64;
         assert_eq!(
-            found(BackingPolicy::Exact, None, zen2),
+            found(CounterBackingPolicy::Exact, None, zen2),
             [(EventType::VMM_PMU, vmm_counts)]
         );
     }
 
     #[test]
     fn transaction_filters_require_raw_events() {
-        let in_transaction = EventRequest {
+        let in_transaction = CounterEventRequest {
             in_transaction: true,
             checkpointed: true,
             ..request(Vendor::Intel, 0x3C, 0)
@@ -669,8 +688,12 @@ mod tests {
 
     #[test]
     fn guest_events_exclude_host_and_keep_levels() {
-        for policy in [BackingPolicy::Auto, BackingPolicy::Clock, BackingPolicy::Exact] {
-            let sources = EventSources::new(policy, Some(Vendor::Intel), |_| None);
+        for policy in [
+            CounterBackingPolicy::Auto,
+            CounterBackingPolicy::Clock,
+            CounterBackingPolicy::Exact,
+        ] {
+            let sources = CounterBackingSelector::new(policy, Some(Vendor::Intel), |_| None);
             for (_, attr) in sources.choose(&request(Vendor::Intel, 0x3C, 0)) {
                 assert!(attr.exclude_host && attr.pinned && attr.disabled);
                 assert!(attr.exclude_kernel && !attr.exclude_user);
@@ -682,10 +705,10 @@ mod tests {
     fn paravirtual_events_need_no_pmu_and_no_counter_mask() {
         let exits = request(Vendor::Amd, 0xFFF, 1);
         assert_eq!(
-            chosen(BackingPolicy::None, None, &exits),
+            chosen(CounterBackingPolicy::None, None, &exits),
             [(CounterBacking::KvmStat, EventType::KVM.0, 42)]
         );
-        let masked = EventRequest { cmask: 1, ..exits };
+        let masked = CounterEventRequest { cmask: 1, ..exits };
         assert_eq!(auto(Vendor::Amd, &masked), []);
         // This host's KVM lacks the statistic.
         assert_eq!(auto(None, &request(Vendor::Amd, 0xFFF, 4)), []);

@@ -17,14 +17,14 @@ mod branches;
 mod reader;
 
 use crate::branches::BranchControls;
-use crate::counter_events::{CounterEvents, CounterTimes, EnableOutcome, EventLoss};
-use crate::events::{CounterBacking, EventRequest};
+use crate::counter_events::{CounterEnableOutcome, CounterEventLoss, CounterEvents, CounterTimes};
+use crate::events::{CounterBacking, CounterEventRequest};
 use crate::index::{CounterIndex, MAX_COUNTERS, counters_in};
 use crate::model::PmuModel;
 use crate::model_name::{CounterNumbers, PmuGeneration, Vendor};
 use crate::registers;
 use crate::share::{HandlerPhase, SavedHandler};
-use crate::vendor::{PmuRegister, PmuRegisters, WriteEffect};
+use crate::vendor::{PmuRegister, PmuRegisters, RegisterWriteEffect};
 use crate::vpmu::{Counter, DuePmi, RestoredPmi, Vpmu};
 
 use branches::read_branches;
@@ -248,12 +248,12 @@ impl Vpmu {
 struct NoEvents;
 
 impl CounterEvents for NoEvents {
-    fn program(&mut self, _: CounterIndex, _: Option<&EventRequest>) -> CounterBacking {
+    fn program(&mut self, _: CounterIndex, _: Option<&CounterEventRequest>) -> CounterBacking {
         CounterBacking::None
     }
 
-    fn enable(&mut self, _: CounterIndex, _: Option<u64>) -> (EnableOutcome, u64) {
-        (EnableOutcome::Counting(CounterBacking::None), 0)
+    fn enable(&mut self, _: CounterIndex, _: Option<u64>) -> (CounterEnableOutcome, u64) {
+        (CounterEnableOutcome::Counting(CounterBacking::None), 0)
     }
 
     fn disable(&mut self, _: CounterIndex) -> u64 {
@@ -278,7 +278,7 @@ impl CounterEvents for NoEvents {
         false
     }
 
-    fn lost(&mut self, _: CounterIndex) -> Option<EventLoss> {
+    fn lost(&mut self, _: CounterIndex) -> Option<CounterEventLoss> {
         None
     }
 
@@ -383,7 +383,7 @@ fn read_handler(
 fn check_registers(model: &PmuModel, registers: &PmuRegisters) -> Result<(), VpmuStateError> {
     let ops = registers::of(model.vendor());
     let at_reset = ops.at_reset(model);
-    let writable = |register, value| ops.write(model, register, value) == WriteEffect::Store(value);
+    let writable = |register, value| ops.write(model, register, value) == RegisterWriteEffect::Store(value);
     for counter in counters_in(model.counters_mask() & u64::from(u32::MAX)) {
         if !writable(
             PmuRegister::Selector(counter),
@@ -570,17 +570,17 @@ mod tests {
     use crate::index::MsrAddress;
     use crate::registers::*;
     use crate::share::PmiShare;
-    use crate::sim::SimEvents;
+    use crate::sim::SimCounterEvents;
     use crate::vpmu::{MsrReadOutcome, MsrWriteOutcome};
 
     /// Size of the PMI handler measurement in a saved state, in bytes.
     const HANDLER_BYTES: usize = 1 + 4 * 8;
 
-    fn idle() -> (Vpmu, SimEvents) {
-        (Vpmu::new(PmuModel::INTEL), SimEvents::default())
+    fn idle() -> (Vpmu, SimCounterEvents) {
+        (Vpmu::new(PmuModel::INTEL), SimCounterEvents::default())
     }
 
-    fn busy() -> (Vpmu, SimEvents) {
+    fn busy() -> (Vpmu, SimCounterEvents) {
         let (mut vpmu, mut events) = idle();
         for (msr, value) in [
             (IA32_PERFEVTSEL0, 0x43_00C0u64),

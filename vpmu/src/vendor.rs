@@ -8,7 +8,7 @@ use perf_core::branch::BranchEntry;
 
 use crate::PrivilegeLevels;
 use crate::branches::{BranchControls, BranchRecord, BranchRegister};
-use crate::events::{EventRequest, EventSelect, EventSelection, UnitMask, decode};
+use crate::events::{CounterEventRequest, EventSelect, EventSelection, UnitMask, decode};
 use crate::freeze::DEBUGCTL_FREEZE_ON_PMI;
 use crate::index::{CounterIndex, MAX_GENERAL, MsrAddress, RdpmcIndex};
 use crate::model::PmuModel;
@@ -73,7 +73,7 @@ impl PmuRegisters {
 
 /// Effect of a write to a PMU register.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum WriteEffect {
+pub enum RegisterWriteEffect {
     /// The write stores this value in the register. A write to the set or reset register sets or
     /// clears the bits of this value in the global status instead.
     Store(u64),
@@ -92,7 +92,7 @@ pub trait VendorOps: Sync + std::fmt::Debug {
     fn rdpmc(&self, model: &PmuModel, index: RdpmcIndex) -> Option<CounterIndex>;
 
     /// Returns the effect of writing `value` to `register`.
-    fn write(&self, model: &PmuModel, register: PmuRegister, value: u64) -> WriteEffect;
+    fn write(&self, model: &PmuModel, register: PmuRegister, value: u64) -> RegisterWriteEffect;
 
     /// Returns the values of the PMU registers after a reset of the machine.
     fn at_reset(&self, model: &PmuModel) -> PmuRegisters;
@@ -109,7 +109,7 @@ pub trait VendorOps: Sync + std::fmt::Debug {
 
     /// Returns the event request that the control bits of `counter` encode, or `None` if they
     /// select no privilege level.
-    fn request(&self, registers: &PmuRegisters, counter: CounterIndex) -> Option<EventRequest>;
+    fn request(&self, registers: &PmuRegisters, counter: CounterIndex) -> Option<CounterEventRequest>;
 
     /// Returns whether EFER.SVME affects what a selector with the value `selector` counts.
     fn depends_on_svme(&self, selector: u64) -> bool;
@@ -147,7 +147,7 @@ pub trait VendorOps: Sync + std::fmt::Debug {
     fn branch_register(&self, model: &PmuModel, msr: MsrAddress) -> Option<BranchRegister>;
 
     /// Returns the effect of writing `value` to a branch record register or control register.
-    fn write_branch_register(&self, register: BranchRegister, value: u64) -> WriteEffect;
+    fn write_branch_register(&self, register: BranchRegister, value: u64) -> RegisterWriteEffect;
 
     /// Returns whether the branch records are enabled and not frozen.
     fn records_branches(&self, registers: &PmuRegisters) -> bool;
@@ -185,9 +185,9 @@ pub(crate) fn general_msrs(model: &PmuModel, pair: impl Fn(u32) -> [u32; 2]) -> 
 
 /// Returns the event request for a selector value, from the fields that both vendors share.
 #[expect(clippy::cast_possible_truncation, reason = "the fields are that wide")]
-pub(crate) fn general_request(vendor: Vendor, select: EventSelect, value: u64) -> EventRequest {
+pub(crate) fn general_request(vendor: Vendor, select: EventSelect, value: u64) -> CounterEventRequest {
     let umask = UnitMask((value >> selector::UMASK_SHIFT) as u8);
-    EventRequest {
+    CounterEventRequest {
         vendor,
         selection: EventSelection::General(select, umask),
         event: decode(vendor, select, umask),

@@ -19,9 +19,9 @@ mod view;
 use std::sync::Arc;
 
 use crate::branches::BranchRecords;
-use crate::counter_events::{CounterEvents, EnableOutcome};
+use crate::counter_events::{CounterEnableOutcome, CounterEvents};
 use crate::dialect::EventDialect;
-use crate::events::{ArchEvent, CounterBacking, EventRequest, GuestEvent};
+use crate::events::{ArchEvent, CounterBacking, CounterEventRequest, DecodedCounterEvent};
 use crate::filter::EventFilter;
 use crate::index::{CounterIndex, MAX_COUNTERS, MsrAddress, RdpmcIndex, counters_in};
 use crate::limit::{DEFAULT_PMI_LIMIT, RateLimit};
@@ -29,13 +29,13 @@ use crate::lost::UncountedCounters;
 use crate::model::PmuModel;
 use crate::registers;
 use crate::share::{PmiShare, ShareLimit};
-use crate::vendor::{PmuRegister, PmuRegisters, VendorOps, WriteEffect, selector};
+use crate::vendor::{PmuRegister, PmuRegisters, RegisterWriteEffect, VendorOps, selector};
 
 pub use backing_change::CounterBackingChange;
-pub use branches::BranchRequest;
+pub use branches::BranchCollectionRequest;
 pub(crate) use pmi::{DuePmi, RestoredPmi};
 pub use pmi::{PmiCounts, PmiReadiness};
-pub use view::CounterView;
+pub use view::GuestCounterStatus;
 
 /// Result of a guest RDMSR or RDPMC that [`Vpmu`] handled.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -74,7 +74,7 @@ enum TargetEvent {
     /// The event with which the counter is already programmed.
     Same,
     /// An event with which the counter is not programmed yet.
-    Other(EventRequest),
+    Other(CounterEventRequest),
 }
 
 /// Value, current event and statistics of one guest counter.
@@ -86,7 +86,7 @@ pub(crate) struct Counter {
     /// Number of counts since the current event was programmed.
     counted: u64,
     /// Request with which the counter is programmed, and the backing that counts for it.
-    programmed: Option<(EventRequest, CounterBacking)>,
+    programmed: Option<(CounterEventRequest, CounterBacking)>,
     /// Number of counts until overflow for which the event was last armed, and number of
     /// instructions that have since retired outside guest mode.
     armed: u64,
@@ -119,9 +119,9 @@ impl Counter {
 
 /// Returns whether the event counts instructions but misses instructions that the hypervisor
 /// completes for the guest. The exact backing misses none, because it decodes them.
-fn misses_emulated((request, backing): (EventRequest, CounterBacking)) -> bool {
+fn misses_emulated((request, backing): (CounterEventRequest, CounterBacking)) -> bool {
     backing == CounterBacking::Hardware
-        && request.event == GuestEvent::Architectural(ArchEvent::Instructions)
+        && request.event == DecodedCounterEvent::Architectural(ArchEvent::Instructions)
         && !request.is_modified()
 }
 
@@ -291,9 +291,9 @@ impl Vpmu {
             return self.write_branch_register(msr, value);
         };
         let value = match self.vendor.write(&self.model, register, value) {
-            WriteEffect::Store(value) => value,
-            WriteEffect::Dropped => return MsrWriteOutcome::Done,
-            WriteEffect::Fault => return MsrWriteOutcome::InjectGp,
+            RegisterWriteEffect::Store(value) => value,
+            RegisterWriteEffect::Dropped => return MsrWriteOutcome::Done,
+            RegisterWriteEffect::Fault => return MsrWriteOutcome::InjectGp,
         };
         match register {
             PmuRegister::Selector(counter) => {
@@ -750,7 +750,8 @@ impl Vpmu {
             return;
         };
         let request = *request;
-        if let EnableOutcome::Counting(backing) | EnableOutcome::Fallback(backing, _) = enabled {
+        if let CounterEnableOutcome::Counting(backing) | CounterEnableOutcome::Fallback(backing, _) = enabled
+        {
             self.running |= counter.mask();
             if self.fresh & counter.mask() != 0 || *before != backing {
                 // The backing has changed, and the new backing has its own count.
@@ -760,19 +761,19 @@ impl Vpmu {
             }
         }
         match enabled {
-            EnableOutcome::Counting(_) => {
+            CounterEnableOutcome::Counting(_) => {
                 self.lost.clear_refusal(counter);
                 if self.lost.end(counter, || events.now_ns()) {
                     log::debug!("counter {counter} ({}) counts again", request.event);
                 }
             }
-            EnableOutcome::Fallback(_, lack) => {
+            CounterEnableOutcome::Fallback(_, lack) => {
                 let now_ns = events.now_ns();
                 self.lost.fall_back(counter, now_ns);
                 self.lost.retry(counter, now_ns);
                 self.lost.warn(counter, &request.event, lack, true, now_ns);
             }
-            EnableOutcome::Refused(lack) => {
+            CounterEnableOutcome::Refused(lack) => {
                 let now_ns = events.now_ns();
                 self.lost.begin(counter, now_ns, now_ns);
                 self.lost.refused(counter, now_ns);
@@ -782,10 +783,10 @@ impl Vpmu {
     }
 
     /// Logs a warning that no backing can count `event`, once per event.
-    fn warn_uncountable(&mut self, event: GuestEvent) {
+    fn warn_uncountable(&mut self, event: DecodedCounterEvent) {
         let bit = match event {
-            GuestEvent::Architectural(arch) => 1 << arch as u32,
-            GuestEvent::Paravirtual(_) | GuestEvent::Raw => 1 << 31,
+            DecodedCounterEvent::Architectural(arch) => 1 << arch as u32,
+            DecodedCounterEvent::Paravirtual(_) | DecodedCounterEvent::Raw => 1 << 31,
         };
         if self.warned & bit == 0 {
             self.warned |= bit;

@@ -2,7 +2,7 @@
 //! reference is slow and shares no code with the crate. Addresses are literal numbers, counts are
 //! added one at a time, and effects are immediate.
 
-use vpmu::filter::{FilterAction, FilterSpec};
+use vpmu::filter::{EventFilterAction, EventFilterSpec};
 
 /// Vendor and generation of the reference PMU.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -55,7 +55,7 @@ pub struct ReferencePmu {
     pmi_for: u64,
     /// `true` if the VMM has tried to deliver the due PMI and failed.
     pmi_waits: bool,
-    filter: Option<FilterSpec>,
+    filter: Option<EventFilterSpec>,
     uncountable: UncountablePredicate,
 }
 
@@ -125,7 +125,7 @@ impl ReferencePmu {
         }
     }
 
-    pub fn set_filter(&mut self, filter: Option<FilterSpec>) {
+    pub fn set_filter(&mut self, filter: Option<EventFilterSpec>) {
         self.filter = filter;
     }
 
@@ -379,8 +379,8 @@ impl ReferencePmu {
         }
         let listed = included && !excluded;
         match filter.action {
-            FilterAction::Allow => listed,
-            FilterAction::Deny => !listed,
+            EventFilterAction::Allow => listed,
+            EventFilterAction::Deny => !listed,
         }
     }
 
@@ -388,8 +388,8 @@ impl ReferencePmu {
         let Some(filter) = &self.filter else { return true };
         let listed = filter.fixed_counters & (1 << n) != 0;
         match filter.action {
-            FilterAction::Allow => listed,
-            FilterAction::Deny => !listed,
+            EventFilterAction::Allow => listed,
+            EventFilterAction::Deny => !listed,
         }
     }
 

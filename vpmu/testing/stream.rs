@@ -6,8 +6,8 @@
 
 use std::sync::Arc;
 
-use vpmu::filter::{FilterAction, FilterEntrySpec, FilterSpec};
-use vpmu::sim::SimEvents;
+use vpmu::filter::{EventFilterAction, EventFilterEntrySpec, EventFilterSpec};
+use vpmu::sim::SimCounterEvents;
 use vpmu::*;
 
 use super::reference::{ReferenceKind, ReferencePmu, UNCOUNTABLE_SELECT, select_of};
@@ -85,7 +85,7 @@ pub trait TestEvents {
     fn take_notified(&mut self) -> Vec<CounterIndex>;
 }
 
-impl TestEvents for SimEvents {
+impl TestEvents for SimCounterEvents {
     type Events = Self;
 
     fn events(&mut self) -> &mut Self {
@@ -93,7 +93,7 @@ impl TestEvents for SimEvents {
     }
 
     fn new(_: Vendor) -> Self {
-        let mut events = SimEvents::default();
+        let mut events = SimCounterEvents::default();
         events.backing_of = |request| match request.selection {
             EventSelection::General(select, _) if u64::from(select.0) == UNCOUNTABLE_SELECT => {
                 CounterBacking::None
@@ -108,11 +108,11 @@ impl TestEvents for SimEvents {
     }
 
     fn run(&mut self, ticks: u64) -> u64 {
-        SimEvents::run(self, ticks)
+        SimCounterEvents::run(self, ticks)
     }
 
     fn take_notified(&mut self) -> Vec<CounterIndex> {
-        SimEvents::take_notified(self).collect()
+        SimCounterEvents::take_notified(self).collect()
     }
 }
 
@@ -270,14 +270,14 @@ impl<H: TestEvents> CheckedPmu<H> {
         self.deliver();
     }
 
-    fn filter(&self, bytes: &mut ByteSource<'_>) -> Option<FilterSpec> {
+    fn filter(&self, bytes: &mut ByteSource<'_>) -> Option<EventFilterSpec> {
         if bytes.below(4) == 0 {
             return None;
         }
         let events = (0..bytes.below(6))
             .map(|_| {
                 let mask = u64::from(bytes.byte() & 7);
-                FilterEntrySpec {
+                EventFilterEntrySpec {
                     select: [0x3C, 0xC0, 0x76, 0xFF][bytes.below(4) as usize],
                     umask: None,
                     umask_mask: Some(mask),
@@ -286,11 +286,11 @@ impl<H: TestEvents> CheckedPmu<H> {
                 }
             })
             .collect();
-        Some(FilterSpec {
+        Some(EventFilterSpec {
             action: if bytes.flag() {
-                FilterAction::Allow
+                EventFilterAction::Allow
             } else {
-                FilterAction::Deny
+                EventFilterAction::Deny
             },
             fixed_counters: u64::from(bytes.byte() & 0xF),
             events,

@@ -9,7 +9,7 @@ use perf_core::pmu::VcpuId;
 use perf_core::pmu::vmm_pmu::{VmmPmu, VmmPmuCounts};
 use perf_core::{PerfCore, PerfCoreConfig, UnavailableRegs};
 use vpmu::registers::*;
-use vpmu::sim::SimEvents;
+use vpmu::sim::SimCounterEvents;
 use vpmu::*;
 
 fn allocations(work: impl FnOnce()) -> u64 {
@@ -31,7 +31,7 @@ fn register_access_does_not_allocate() {
     for model in [PmuModel::INTEL, PmuModel::AMD, v2, v5] {
         let mut vpmu = Vpmu::new(model);
         vpmu.set_pmi_share(PmiShare::default_of(model.vendor()));
-        let mut events = SimEvents::default();
+        let mut events = SimCounterEvents::default();
         let addresses: Vec<u32> = model.trapped_msrs().into_iter().flatten().collect();
         let mut pmis = 0;
         let mut state = 1u64;
@@ -96,7 +96,7 @@ fn sampling_on_perf_core_does_not_allocate() {
     let mut events = PerfCoreEvents::new(
         core,
         vcpu,
-        EventSources::new(BackingPolicy::Exact, None, |_| None),
+        CounterBackingSelector::new(CounterBackingPolicy::Exact, None, |_| None),
     );
     let mut sampled = 0;
     let mut round = |vpmu: &mut Vpmu, n: u64| {

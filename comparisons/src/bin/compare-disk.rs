@@ -16,15 +16,15 @@ use integration::artefacts::target_dir;
 use integration::debian::{CMDLINE, DebianTestHost};
 use integration::footprint::footprint;
 use integration::lab::LabOptions;
-use integration::limit::ProgressLimit;
+use integration::limit::ProcessTimeLimits;
 use integration::process::HostCommand;
 use integration::qemu_comparison::{PC_FIRMWARE, qemu_files};
 use integration::test_host::TestHost;
 use serde_json::json;
 
-const LIMIT: ProgressLimit = ProgressLimit {
+const LIMIT: ProcessTimeLimits = ProcessTimeLimits {
     overall: Duration::from_secs(4 * 3600),
-    ..ProgressLimit::GENEROUS
+    ..ProcessTimeLimits::GENEROUS
 };
 const GUEST_MIB: u64 = 768;
 const MAC: &str = "02:00:00:00:00:01";

@@ -12,7 +12,7 @@ use comparisons::{ComparisonError, by_turns, cell, exit_code, lab, qemu, spread,
 use integration::footprint::footprint;
 use integration::guest::LinuxGuest;
 use integration::lab::LabOptions;
-use integration::limit::ProgressLimit;
+use integration::limit::ProcessTimeLimits;
 use integration::process::HostCommand;
 use integration::qemu_comparison::{MICROVM_FIRMWARE, PC_FIRMWARE, qemu_files};
 use integration::test_host::TestHost;
@@ -113,7 +113,7 @@ fn of_qemu(perfvisor: &HostCommand, machine: &str) -> Result<HostCommand, Compar
 
 /// Boots one VM, measures the VMM when the guest's init runs, and kills the VMM.
 fn turn(place: &TestHost, command: &HostCommand) -> Result<Start, ComparisonError> {
-    until(place, command, INIT, ProgressLimit::GENEROUS, |init_s| {
+    until(place, command, INIT, ProcessTimeLimits::GENEROUS, |init_s| {
         let held = footprint(place, GUEST_MIB.into())?;
         Ok(Start {
             init_s,

@@ -16,16 +16,16 @@ use comparisons::{ComparisonError, context, exit_code, median, write_figures};
 use integration::artefacts;
 use integration::guest::{GuestRun, LinuxGuest};
 use integration::lab::LabOptions;
-use integration::limit::ProgressLimit;
+use integration::limit::ProcessTimeLimits;
 use integration::test_host::TestHost;
 use serde_json::{Value, json};
 
 /// Time limits of the outer guest's run. They are long because, on a loaded machine, a single VM
 /// exit of the nested guest can take more than half a millisecond.
-const LIMIT: ProgressLimit = ProgressLimit {
+const LIMIT: ProcessTimeLimits = ProcessTimeLimits {
     silent: Duration::from_secs(3000),
     overall: Duration::from_secs(4 * 3600),
-    ..ProgressLimit::GENEROUS
+    ..ProcessTimeLimits::GENEROUS
 };
 /// Assumed cost of a VM exit on hardware, in microseconds, for the projection of the results.
 const EXIT_US: f64 = 1.5;

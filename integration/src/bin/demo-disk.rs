@@ -7,10 +7,10 @@ use std::time::Instant;
 
 use integration::debian::{DebianTestHost, PROMPT, says};
 use integration::lab::LabOptions;
-use integration::limit::ProgressLimit;
+use integration::limit::ProcessTimeLimits;
 use integration::process::HostCommand;
 
-const LIMIT: ProgressLimit = ProgressLimit::GENEROUS;
+const LIMIT: ProcessTimeLimits = ProcessTimeLimits::GENEROUS;
 const NAME: &str = "debian";
 /// fio command that reads the running image's disk at random offsets, bypassing the guest's page
 /// cache.

@@ -7,11 +7,11 @@ use std::time::Instant;
 use integration::artefacts::describe;
 use integration::guest::{GuestRun, LinuxGuest};
 use integration::lab::LabOptions;
-use integration::limit::ProgressLimit;
+use integration::limit::ProcessTimeLimits;
 use integration::parse::{parse_report, parse_stat, tsc_hz};
-use integration::test_host::{KvmKind, TestHost, TestHostError, probe_kvm};
+use integration::test_host::{KvmGuestSupport, TestHost, TestHostError, probe_kvm};
 
-const LIMIT: ProgressLimit = ProgressLimit::GENEROUS;
+const LIMIT: ProcessTimeLimits = ProcessTimeLimits::GENEROUS;
 
 fn main() -> ExitCode {
     let pmu = match std::env::args().nth(1) {
@@ -36,11 +36,11 @@ fn main() -> ExitCode {
 /// expected.
 fn show(pmu: &str) -> Result<bool, TestHostError> {
     match probe_kvm() {
-        KvmKind::Hardware => println!("This machine's /dev/kvm runs Linux guests."),
-        KvmKind::SoftwareOnly => {
+        KvmGuestSupport::Hardware => println!("This machine's /dev/kvm runs Linux guests."),
+        KvmGuestSupport::SoftwareOnly => {
             println!("This machine's /dev/kvm has no VT-x or AMD-V behind it and cannot run Linux.")
         }
-        KvmKind::None => println!("This machine has no usable /dev/kvm."),
+        KvmGuestSupport::None => println!("This machine has no usable /dev/kvm."),
     }
     let started = Instant::now();
     let place = TestHost::choose(&LabOptions::default())?;

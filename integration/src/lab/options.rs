@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
 use guest_images::linux::KernelChoice;
-use guest_images::qemu::QemuNeeds;
+use guest_images::qemu::QemuCpuRequirement;
 
 /// The configuration of a lab host.
 #[derive(Debug, Clone)]
@@ -26,7 +26,7 @@ pub struct LabOptions {
     pub disks: Vec<PathBuf>,
     /// Features that the lab's QEMU must emulate. A different QEMU is fetched if the default one
     /// lacks them.
-    pub qemu_needs: QemuNeeds,
+    pub qemu_needs: QemuCpuRequirement,
     /// Set to `true` to abort a boot in progress with an error.
     pub cancelled: Arc<AtomicBool>,
 }
@@ -40,7 +40,7 @@ impl Default for LabOptions {
             kernel: KernelChoice::default(),
             files: Vec::new(),
             disks: Vec::new(),
-            qemu_needs: QemuNeeds::default(),
+            qemu_needs: QemuCpuRequirement::default(),
             cancelled: Arc::default(),
         }
     }

@@ -6,8 +6,8 @@ mod stat;
 mod tap;
 
 pub use dmesg::{KernelLogError, complaints, judge_kernel_log, pmu_driver_lines, tsc_hz};
-pub use report::{PerfReport, ReportLine, parse_report};
+pub use report::{PerfReport, PerfReportLine, parse_report};
 pub use stat::{
-    PerfStat, PerfStatError, StatCount, StatDetailError, judge_detail, parse_stat, parse_stat_csv,
+    PerfStat, PerfStatCount, PerfStatError, StatDetailError, judge_detail, parse_stat, parse_stat_csv,
 };
 pub use tap::{TapReport, parse_tap};

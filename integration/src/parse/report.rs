@@ -2,7 +2,7 @@
 
 /// A line in the table of a `perf report`.
 #[derive(Debug, Clone, PartialEq)]
-pub struct ReportLine {
+pub struct PerfReportLine {
     /// Share of the line in the sampled periods, in percent.
     pub percent: f64,
     /// Name of the sampled task.
@@ -25,7 +25,7 @@ pub struct PerfReport {
     /// Number of samples lost by the kernel, according to the report's header.
     pub lost: u64,
     /// Lines of the report's table, in printed order.
-    pub lines: Vec<ReportLine>,
+    pub lines: Vec<PerfReportLine>,
 }
 
 impl PerfReport {
@@ -82,7 +82,7 @@ fn scaled(text: &str) -> f64 {
     digits.parse::<f64>().unwrap_or(0.0) * factor
 }
 
-fn parse_row(line: &str) -> Option<ReportLine> {
+fn parse_row(line: &str) -> Option<PerfReportLine> {
     let mut words = line.split_whitespace();
     let percent = words.next()?.strip_suffix('%')?.parse().ok()?;
     let words: Vec<&str> = words.collect();
@@ -91,7 +91,7 @@ fn parse_row(line: &str) -> Option<ReportLine> {
         .position(|word| matches!(*word, "[k]" | "[.]" | "[H]" | "[g]" | "[u]" | "[h]"))?;
     // Task names may contain spaces, but object names do not.
     let (command, object) = words[..level].split_at(level.checked_sub(1)?);
-    Some(ReportLine {
+    Some(PerfReportLine {
         percent,
         command: command.join(" "),
         object: object.first()?.to_string(),

@@ -2,7 +2,7 @@
 
 /// The count of one event in the output of `perf stat`.
 #[derive(Debug, Clone, PartialEq)]
-pub struct StatCount {
+pub struct PerfStatCount {
     /// Event name as printed by perf, such as `cycles` or `cycles:u`.
     pub event: String,
     /// Number of the CPU, or `None` unless `perf stat -A` printed one.
@@ -19,7 +19,7 @@ pub struct StatCount {
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct PerfStat {
     /// Counts in the order in which perf printed them.
-    pub counts: Vec<StatCount>,
+    pub counts: Vec<PerfStatCount>,
 }
 
 /// Reason why a count is missing from the output of `perf stat`.
@@ -83,7 +83,7 @@ pub fn parse_stat(text: &str) -> PerfStat {
     stat
 }
 
-fn parse_table_line(line: &str) -> Option<StatCount> {
+fn parse_table_line(line: &str) -> Option<PerfStatCount> {
     // Derived metrics follow the '#'.
     let counts = line.split('#').next()?;
     let mut words: Vec<&str> = counts.split_whitespace().collect();
@@ -103,7 +103,7 @@ fn parse_table_line(line: &str) -> Option<StatCount> {
         // "<not supported>" and "<not counted>" are two words each.
         words.next()?;
         let event = words.next()?.to_owned();
-        return Some(StatCount {
+        return Some(PerfStatCount {
             event,
             cpu,
             value: None,
@@ -122,7 +122,7 @@ fn parse_table_line(line: &str) -> Option<StatCount> {
     if unit == "seconds" || unit == "+-" {
         return None;
     }
-    Some(StatCount {
+    Some(PerfStatCount {
         event: event.to_owned(),
         cpu,
         value: Some(value),
@@ -139,7 +139,7 @@ pub fn parse_stat_csv(text: &str) -> PerfStat {
     }
 }
 
-fn parse_csv_line(line: &str) -> Option<StatCount> {
+fn parse_csv_line(line: &str) -> Option<PerfStatCount> {
     let mut fields: Vec<&str> = line.trim().split(',').collect();
     let cpu = fields
         .first()?
@@ -155,7 +155,7 @@ fn parse_csv_line(line: &str) -> Option<StatCount> {
         "<not supported>" | "<not counted>" => None,
         number => Some(number.parse().ok()?),
     };
-    Some(StatCount {
+    Some(PerfStatCount {
         event: event.to_owned(),
         cpu,
         value,

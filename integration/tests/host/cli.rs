@@ -5,14 +5,14 @@ use std::fs;
 use std::path::Path;
 
 use integration::artefacts;
-use integration::limit::ProgressLimit;
+use integration::limit::ProcessTimeLimits;
 use integration::measure::skipped;
 use integration::process::{HostCommand, HostProcess, ProcessOutput};
-use integration::test_host::{KvmKind, probe_kvm};
+use integration::test_host::{KvmGuestSupport, probe_kvm};
 
 use crate::refusal::check_refusal;
 
-const LIMIT: ProgressLimit = ProgressLimit::GENEROUS;
+const LIMIT: ProcessTimeLimits = ProcessTimeLimits::GENEROUS;
 
 fn perfvisor() -> &'static Path {
     &artefacts::binaries()
@@ -161,7 +161,7 @@ fn invalid_kernel_files_are_reported_with_reason() {
 
 #[test]
 fn linux_on_software_kvm_is_rejected_with_alternative() {
-    if probe_kvm() != KvmKind::SoftwareOnly {
+    if probe_kvm() != KvmGuestSupport::SoftwareOnly {
         return skipped(
             "this machine's KVM is not software-only: nothing to refuse",
             false,

@@ -2,13 +2,13 @@
 //! the lab.
 
 use integration::lease::{TestHostLease, TestHostLeaseMode};
-use integration::limit::ProgressLimit;
+use integration::limit::ProcessTimeLimits;
 use integration::measure::{measured_in_parts, skipped};
 use integration::parse::parse_tap;
 use integration::process::{HostCommand, ProcessOutput};
-use integration::test_host::{KvmKind, TestHost, probe_kvm};
+use integration::test_host::{KvmGuestSupport, TestHost, probe_kvm};
 
-const LIMIT: ProgressLimit = ProgressLimit::GENEROUS;
+const LIMIT: ProcessTimeLimits = ProcessTimeLimits::GENEROUS;
 
 const MODELS: [&str; 5] = ["intel-v2", "intel-v4", "amd", "amd-k7", "amd-v2"];
 
@@ -139,7 +139,7 @@ fn vpmu_test_kernel_passes_here() {
 /// one, otherwise the lab's kvm_amd.
 #[test]
 fn builtin_guest_passes_on_hardware_kvm() {
-    if probe_kvm() == KvmKind::Hardware {
+    if probe_kvm() == KvmGuestSupport::Hardware {
         return skipped("this machine's own KVM is a real one, and was tested", false);
     }
     let place = TestHost::alone().unwrap_or_else(|error| panic!("{error}"));
@@ -148,7 +148,7 @@ fn builtin_guest_passes_on_hardware_kvm() {
 
 #[test]
 fn vpmu_test_kernel_passes_on_a_real_kvm() {
-    if probe_kvm() == KvmKind::Hardware {
+    if probe_kvm() == KvmGuestSupport::Hardware {
         return skipped("this machine's own KVM is a real one, and was tested", false);
     }
     let place = TestHost::alone().unwrap_or_else(|error| panic!("{error}"));

@@ -2,13 +2,13 @@
 //! other messages are tested in `integration/tests/host/cli.rs`.
 
 use integration::lease::TestHostLeaseMode;
-use integration::limit::ProgressLimit;
+use integration::limit::ProcessTimeLimits;
 use integration::process::HostCommand;
 use integration::test_host::TestHost;
 
 use crate::refusal::check_refusal;
 
-const LIMIT: ProgressLimit = ProgressLimit::GENEROUS;
+const LIMIT: ProcessTimeLimits = ProcessTimeLimits::GENEROUS;
 
 /// `perfvisor` reports how to fix a host that it cannot use. The test breaks the lab in several
 /// ways, and repairs it afterwards.

@@ -1,12 +1,12 @@
 //! A Linux guest under load, and commands that observe it from outside.
 
 use integration::guest::LinuxGuest;
-use integration::limit::ProgressLimit;
+use integration::limit::ProcessTimeLimits;
 use integration::process::{HostCommand, HostProcess};
 use integration::test_host::TestHost;
 
 /// Time limits of every operation in the tests that use this module.
-pub const LIMIT: ProgressLimit = ProgressLimit::GENEROUS;
+pub const LIMIT: ProcessTimeLimits = ProcessTimeLimits::GENEROUS;
 
 /// Runs a command that must succeed and returns its standard output and standard error.
 #[track_caller]

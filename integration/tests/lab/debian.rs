@@ -11,12 +11,12 @@ use std::time::Instant;
 
 use integration::debian::{DebianTestHost, says};
 use integration::lab::LabOptions;
-use integration::limit::ProgressLimit;
+use integration::limit::ProcessTimeLimits;
 use integration::parse::parse_stat_csv;
 use integration::process::{HostCommand, ProcessOutput};
 use integration::test_host::TestHost;
 
-const LIMIT: ProgressLimit = ProgressLimit::GENEROUS;
+const LIMIT: ProcessTimeLimits = ProcessTimeLimits::GENEROUS;
 
 /// All values of `--pmu` that always select the same model.
 const MODELS: [&str; 10] = [

@@ -2,7 +2,7 @@
 //! single-stepping, and breakpoints on RDPMC.
 
 use integration::guest::{GuestRun, LinuxGuest};
-use integration::limit::ProgressLimit;
+use integration::limit::ProcessTimeLimits;
 use integration::measure::skipped;
 use integration::parse::parse_stat_csv;
 use integration::process::HostCommand;
@@ -10,7 +10,7 @@ use integration::test_host::{TestHost, TestHostError};
 
 use crate::shared_guests::{self, GuestPart};
 
-const LIMIT: ProgressLimit = ProgressLimit::GENEROUS;
+const LIMIT: ProcessTimeLimits = ProcessTimeLimits::GENEROUS;
 
 /// Guest script that increments the boot number on the disk, uses all devices, and then prints
 /// `marker-up`.

@@ -4,14 +4,14 @@
 use std::path::Path;
 
 use integration::guest::{GuestRun, LinuxGuest};
-use integration::limit::ProgressLimit;
+use integration::limit::ProcessTimeLimits;
 use integration::measure::skipped;
 use integration::process::{HostCommand, ProcessOutput};
 use integration::test_host::TestHost;
 use tempfile::TempDir;
 
 const SIGKILL: i32 = 9;
-const LIMIT: ProgressLimit = ProgressLimit::GENEROUS;
+const LIMIT: ProcessTimeLimits = ProcessTimeLimits::GENEROUS;
 
 /// Guest script that creates a file system on the first disk, writes to both disks, flushes them,
 /// and waits until the VM is killed.

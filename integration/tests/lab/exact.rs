@@ -6,14 +6,14 @@
 
 use integration::guest::{GuestRun, LinuxGuest};
 use integration::lease::TestHostLeaseMode;
-use integration::limit::ProgressLimit;
+use integration::limit::ProcessTimeLimits;
 use integration::parse::{TapReport, judge_detail, parse_stat_csv, parse_tap};
 use integration::process::HostCommand;
-use integration::test_host::{KvmKind, TestHost, probe_kvm};
+use integration::test_host::{KvmGuestSupport, TestHost, probe_kvm};
 
 use crate::shared_guests::{self, GuestPart};
 
-const LIMIT: ProgressLimit = ProgressLimit::GENEROUS;
+const LIMIT: ProcessTimeLimits = ProcessTimeLimits::GENEROUS;
 
 const MODELS: [&str; 8] = [
     "intel-v1", "intel-v2", "intel-v3", "intel-v4", "intel-v5", "amd-k7", "amd", "amd-v2",
@@ -60,8 +60,8 @@ fn hand_counted_code(place: &TestHost, model: &str, cpus: u32, words: &str) -> T
 /// virtualization can single-step only CPL 0.
 fn words_here() -> &'static str {
     match probe_kvm() {
-        KvmKind::SoftwareOnly => "no-user",
-        KvmKind::Hardware | KvmKind::None => "",
+        KvmGuestSupport::SoftwareOnly => "no-user",
+        KvmGuestSupport::Hardware | KvmGuestSupport::None => "",
     }
 }
 

@@ -8,12 +8,12 @@
 use std::collections::BTreeMap;
 
 use integration::guest::{GuestRun, LinuxGuest};
-use integration::limit::ProgressLimit;
+use integration::limit::ProcessTimeLimits;
 use integration::parse::parse_stat_csv;
 use integration::process::{HostCommand, HostProcess, ProcessOutput};
 use integration::test_host::TestHost;
 
-const LIMIT: ProgressLimit = ProgressLimit::GENEROUS;
+const LIMIT: ProcessTimeLimits = ProcessTimeLimits::GENEROUS;
 
 /// Number of rounds in which vCPUs are plugged and unplugged.
 const ROUNDS: u32 = 2;

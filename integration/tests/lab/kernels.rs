@@ -12,12 +12,12 @@ use guest_images::linux::KernelChoice;
 use integration::artefacts;
 use integration::guest::{GuestRun, LinuxGuest};
 use integration::lab::LabOptions;
-use integration::limit::ProgressLimit;
+use integration::limit::ProcessTimeLimits;
 use integration::measure::MEASUREMENTS;
 use integration::parse::{parse_stat_csv, pmu_driver_lines, tsc_hz};
 use integration::test_host::TestHost;
 
-const LIMIT: ProgressLimit = ProgressLimit::GENEROUS;
+const LIMIT: ProcessTimeLimits = ProcessTimeLimits::GENEROUS;
 
 /// Sampling period of `perf record -c`, in cycles. In the lab, a sample costs the guest at least a
 /// millisecond.

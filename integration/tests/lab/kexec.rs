@@ -4,11 +4,11 @@
 use guest_images::kexec;
 use integration::artefacts;
 use integration::guest::{GuestRun, LinuxGuest};
-use integration::limit::ProgressLimit;
+use integration::limit::ProcessTimeLimits;
 use integration::parse::{complaints, judge_detail};
 use integration::test_host::TestHost;
 
-const LIMIT: ProgressLimit = ProgressLimit::GENEROUS;
+const LIMIT: ProcessTimeLimits = ProcessTimeLimits::GENEROUS;
 
 /// Numbers of the kernels, each of which is started by its predecessor.
 const STAGES: [u32; 5] = [1, 2, 3, 4, 5];

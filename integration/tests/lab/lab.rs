@@ -4,12 +4,12 @@ use std::time::Duration;
 
 use integration::guest::LinuxGuest;
 use integration::lab::{Lab, LabOptions};
-use integration::lease::{LeaseError, TestHostLeaseMode};
-use integration::limit::ProgressLimit;
-use integration::process::{HostCommand, ProcessError};
+use integration::lease::{TestHostLeaseError, TestHostLeaseMode};
+use integration::limit::ProcessTimeLimits;
+use integration::process::{HostCommand, ProcessRunError};
 use integration::test_host::{LabHost, TestHost};
 
-const LIMIT: ProgressLimit = ProgressLimit::GENEROUS;
+const LIMIT: ProcessTimeLimits = ProcessTimeLimits::GENEROUS;
 
 /// The lab host has a KVM and a reliable agent. All checks share one boot, because booting takes
 /// longer than the checks.
@@ -72,7 +72,7 @@ fn lab_has_kvm_and_reliable_agent() {
     let hangs = lab.start(&HostCommand::shell("echo stuck; sleep 1000")).unwrap();
     assert!(hangs.wait_for("stuck", LIMIT));
     let error = hangs.wait(Duration::from_millis(1)).unwrap_err();
-    assert!(matches!(error, ProcessError::TimedOut { .. }), "{error}");
+    assert!(matches!(error, ProcessRunError::TimedOut { .. }), "{error}");
 
     // Transfer files with arbitrary contents, larger than a frame, in both directions.
     let data: Vec<u8> = (0..300_000u32).map(|i| (i % 251) as u8).collect();
@@ -91,12 +91,12 @@ fn lab_has_kvm_and_reliable_agent() {
     assert!(error.contains("/proc/nothing"), "{error}");
     let missing = lab.start(&HostCommand::new("/no/such/program")).unwrap();
     let error = missing.wait(LIMIT).unwrap_err();
-    assert!(matches!(error, ProcessError::Start { .. }), "{error}");
+    assert!(matches!(error, ProcessRunError::Start { .. }), "{error}");
 
     // If the lab terminates, the error contains the end of its console, and a new lab replaces it.
     let death = HostCommand::shell("echo last words >/dev/console; echo o >/proc/sysrq-trigger; sleep 60");
     let error = lab.start(&death).unwrap().wait(LIMIT).unwrap_err();
-    assert!(matches!(error, ProcessError::LabGone { .. }), "{error}");
+    assert!(matches!(error, ProcessRunError::LabGone { .. }), "{error}");
     let error = error.to_string();
     assert!(
         error.contains("last words") && error.contains("exit status: 0"),
@@ -168,7 +168,7 @@ fn leased_lab_is_cleaned() {
         // A second lease in the same thread could deadlock.
         assert!(matches!(
             TestHost::lab(TestHostLeaseMode::Shared),
-            Err(LeaseError::Pool(_))
+            Err(TestHostLeaseError::Pool(_))
         ));
     }
 }

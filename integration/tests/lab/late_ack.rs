@@ -7,8 +7,8 @@
 use std::time::Duration;
 
 use integration::guest::{GuestRun, LinuxGuest};
-use integration::limit::ProgressLimit;
-use integration::test_host::{KvmKind, TestHost, probe_kvm};
+use integration::limit::ProcessTimeLimits;
+use integration::test_host::{KvmGuestSupport, TestHost, probe_kvm};
 
 /// Guest script in which two events overflow at different rates while `$WORK` runs, in addition to
 /// the event of the NMI watchdog. The events have different periods, because both count the same on
@@ -69,7 +69,7 @@ fn two_events_and_the_watchdog(
     words: &str,
     script: &str,
     work: &str,
-    limit: ProgressLimit,
+    limit: ProcessTimeLimits,
 ) -> GuestRun {
     let place = TestHost::shared().unwrap_or_else(|error| panic!("{error}"));
     let run = LinuxGuest::new(name, "intel")
@@ -100,10 +100,10 @@ fn late_ack_causes_no_unknown_nmi() {
         "nmi_watchdog=1",
         &format!("{SCRIPT}{TOPDOWN}"),
         SHORT,
-        ProgressLimit::GENEROUS,
+        ProcessTimeLimits::GENEROUS,
     );
     // Only an Intel host PMU supports these events.
-    let counted = probe_kvm() == KvmKind::Hardware && !run.section("topdown").contains("none");
+    let counted = probe_kvm() == KvmGuestSupport::Hardware && !run.section("topdown").contains("none");
     assert!(counted || run.section("topdown").trim() == "none", "{run}");
 }
 
@@ -118,7 +118,7 @@ fn late_ack_in_xapic_mode_causes_no_unknown_nmi() {
         "nmi_watchdog=1 nox2apic lapic=notscdeadline",
         &format!("{SCRIPT}{FREQUENCY}{TIMER}"),
         SHORT,
-        ProgressLimit::GENEROUS,
+        ProcessTimeLimits::GENEROUS,
     );
     assert_eq!(run.section("flags").trim(), "none", "{run}");
     let timer = run.section("timer");
@@ -164,9 +164,9 @@ fn late_ack_soak_causes_no_unknown_nmi() {
     };
     let part = f64::from(seconds) / LONG_PARTS as f64;
     // The ratio of guest time to host time is unknown, so only silence indicates a hang.
-    let limit = ProgressLimit {
+    let limit = ProcessTimeLimits {
         overall: Duration::from_secs(u64::from(seconds) * 20 + 600),
-        ..ProgressLimit::GENEROUS
+        ..ProcessTimeLimits::GENEROUS
     };
     let spins = vec![format!("spin {part}"); LONG_PARTS].join("; ");
     let work = format!("sh -c \"{spins}\"");

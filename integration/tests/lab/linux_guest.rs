@@ -7,7 +7,7 @@ use std::ops::RangeInclusive;
 use std::sync::OnceLock;
 
 use integration::guest::{GuestRun, LinuxGuest};
-use integration::limit::ProgressLimit;
+use integration::limit::ProcessTimeLimits;
 use integration::measure::{Figure, MEASUREMENTS, measured};
 use integration::parse::{PerfStat, parse_report, parse_stat, parse_stat_csv, pmu_driver_lines, tsc_hz};
 use integration::test_host::TestHost;
@@ -25,7 +25,7 @@ const CYCLES_TO_TSC: &str = "cycles / (time x TSC)";
 const BUSY: RangeInclusive<f64> = 0.80..=1.10;
 
 /// Time limits of one guest. A guest takes about half a minute in the lab on an idle machine.
-const LIMIT: ProgressLimit = ProgressLimit::GENEROUS;
+const LIMIT: ProcessTimeLimits = ProcessTimeLimits::GENEROUS;
 
 /// Script of the guests with one vCPU.
 const ONE_CPU: &str = r#"

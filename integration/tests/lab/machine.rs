@@ -6,13 +6,13 @@
 
 use integration::artefacts;
 use integration::guest::LinuxGuest;
-use integration::limit::ProgressLimit;
+use integration::limit::ProcessTimeLimits;
 use integration::measure::skipped;
 use integration::parse::parse_stat_csv;
 use integration::process::{HostCommand, HostProcess};
 use integration::test_host::TestHost;
 
-const LIMIT: ProgressLimit = ProgressLimit::GENEROUS;
+const LIMIT: ProcessTimeLimits = ProcessTimeLimits::GENEROUS;
 /// Time without output after which a guest is regarded as hung.
 const SILENCE: std::time::Duration = std::time::Duration::from_secs(120);
 

@@ -3,14 +3,14 @@
 //! counter.
 
 use integration::guest::{GuestRun, LinuxGuest};
-use integration::limit::ProgressLimit;
+use integration::limit::ProcessTimeLimits;
 use integration::parse::{judge_detail, parse_stat_csv, pmu_driver_lines};
 use integration::test_host::TestHost;
 
 use crate::shared_guests::{self, GuestPart};
 
 /// Time limits of one guest. A guest takes about eight seconds in the lab.
-const LIMIT: ProgressLimit = ProgressLimit::GENEROUS;
+const LIMIT: ProcessTimeLimits = ProcessTimeLimits::GENEROUS;
 
 const SCRIPT: &str = r#"
 section dmesg dmesg

@@ -13,7 +13,7 @@ use std::sync::OnceLock;
 use integration::artefacts;
 use integration::guest::{GuestConsoleLog, GuestRun, LinuxGuest};
 use integration::lease::TestHostLease;
-use integration::limit::ProgressLimit;
+use integration::limit::ProcessTimeLimits;
 use integration::measure::skipped;
 use integration::parse::{judge_detail, judge_kernel_log, parse_stat_csv, parse_tap, tsc_hz};
 use integration::test_host::{TestHost, TestHostError};
@@ -21,7 +21,7 @@ use integration::test_host::{TestHost, TestHostError};
 use crate::shared_guests::{self, GuestPart};
 
 /// Time limits of a guest on a loaded machine. An idle machine takes 30 to 60 s.
-const LIMIT: ProgressLimit = ProgressLimit::GENEROUS;
+const LIMIT: ProcessTimeLimits = ProcessTimeLimits::GENEROUS;
 
 /// A set of perf-core's tests to run in a guest: a test program and the common prefix of the test
 /// names.

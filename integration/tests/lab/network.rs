@@ -3,11 +3,11 @@
 //! reloaded, and the guest survives removal of the tap device.
 
 use integration::guest::{GuestRun, LinuxGuest};
-use integration::limit::ProgressLimit;
+use integration::limit::ProcessTimeLimits;
 use integration::process::{HostCommand, HostProcess};
 use integration::test_host::TestHost;
 
-const LIMIT: ProgressLimit = ProgressLimit::GENEROUS;
+const LIMIT: ProcessTimeLimits = ProcessTimeLimits::GENEROUS;
 /// Prefix of the message in which perfvisor reports the network backend.
 const MOVED_BY: &str = "back end: ";
 

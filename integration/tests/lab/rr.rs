@@ -6,7 +6,7 @@
 
 use std::fs;
 
-use guest_images::qemu::QemuNeeds;
+use guest_images::qemu::QemuCpuRequirement;
 use integration::artefacts;
 use integration::guest::GuestRun;
 use integration::lab::LabOptions;
@@ -49,7 +49,7 @@ section failed echo "$failed"
 
 fn run_rr(name: &str, pmu: &str, arguments: &[&str]) -> GuestRun {
     let options = LabOptions {
-        qemu_needs: QemuNeeds::Xsave,
+        qemu_needs: QemuCpuRequirement::Xsave,
         memory_mib: 4096,
         ..LabOptions::default()
     };

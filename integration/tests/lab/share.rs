@@ -8,12 +8,12 @@ use std::path::{Path, PathBuf};
 
 use integration::guest::LinuxGuest;
 use integration::lab::LabOptions;
-use integration::limit::ProgressLimit;
+use integration::limit::ProcessTimeLimits;
 use integration::measure::skipped;
 use integration::process::HostCommand;
 use integration::test_host::TestHost;
 
-const LIMIT: ProgressLimit = ProgressLimit::GENEROUS;
+const LIMIT: ProcessTimeLimits = ProcessTimeLimits::GENEROUS;
 
 /// Paths at which Debian installs virtiofsd: as a part of QEMU until Debian 12, and as a separate
 /// package since then.

@@ -9,7 +9,7 @@ use std::error::Error;
 use std::sync::OnceLock;
 
 use integration::guest::{GuestRun, LinuxGuest};
-use integration::limit::ProgressLimit;
+use integration::limit::ProcessTimeLimits;
 use integration::test_host::TestHost;
 
 use crate::{devices, exact, models, nested, user_rdpmc};
@@ -72,7 +72,7 @@ impl SharedGuest {
         let parts: Vec<&GuestPart> = self.parts.iter().filter(is_needed).copied().collect();
         parts.iter().for_each(|part| (part.prepare)());
         let place = TestHost::shared()?;
-        let mut guest = (self.guest)().limit(ProgressLimit::GENEROUS);
+        let mut guest = (self.guest)().limit(ProcessTimeLimits::GENEROUS);
         let mut scripts = String::new();
         for part in &parts {
             let (with_part, script) = (part.add)(&place, guest)?;

@@ -7,15 +7,15 @@
 use std::time::Instant;
 
 use integration::debian::{DebianTestHost, says};
-use integration::footprint::{Footprint, footprint, tracked};
+use integration::footprint::{VmmFootprint, footprint, tracked};
 use integration::lab::LabOptions;
-use integration::limit::ProgressLimit;
+use integration::limit::ProcessTimeLimits;
 use integration::process::HostCommand;
 use integration::test_host::TestHost;
 
-const LIMIT: ProgressLimit = ProgressLimit {
+const LIMIT: ProcessTimeLimits = ProcessTimeLimits {
     overall: std::time::Duration::from_secs(4 * 3600),
-    ..ProgressLimit::GENEROUS
+    ..ProcessTimeLimits::GENEROUS
 };
 const GUEST_MIB: u64 = 1024;
 /// Number of initial rounds in which the VMM's memory may grow, because the first load of each type
@@ -127,7 +127,7 @@ fn vm_under_load_neither_fails_nor_grows() {
         ]))
         .unwrap();
     let data = place.scratch("soak.data");
-    let mut seen: Vec<Footprint> = Vec::new();
+    let mut seen: Vec<VmmFootprint> = Vec::new();
     while !load.stdout_so_far().contains("fio-status") {
         run(&ours(&[
             "record", "soak", "-q", "-F", "99", "-d", "10", "-o", &data,
@@ -158,10 +158,10 @@ fn vm_under_load_neither_fails_nor_grows() {
     let (early, late) = (&warm[..third], &warm[warm.len() - third..]);
     // The descriptors of guest counters and clients are opened and closed all the time, but a leak
     // raises the minimum.
-    let least = |of: &[Footprint], what: fn(&Footprint) -> u64| of.iter().map(what).min().unwrap_or(0);
+    let least = |of: &[VmmFootprint], what: fn(&VmmFootprint) -> u64| of.iter().map(what).min().unwrap_or(0);
     for what in [
-        |held: &Footprint| held.descriptors,
-        |held: &Footprint| held.threads,
+        |held: &VmmFootprint| held.descriptors,
+        |held: &VmmFootprint| held.threads,
     ] {
         assert!(least(late, what) <= least(early, what), "{seen:?}");
     }

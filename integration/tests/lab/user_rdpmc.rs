@@ -11,16 +11,16 @@ use integration::artefacts;
 use integration::guest::{GuestRun, LinuxGuest};
 use integration::lab::LabOptions;
 use integration::lease::{TestHostLease, TestHostLeaseMode};
-use integration::limit::ProgressLimit;
+use integration::limit::ProcessTimeLimits;
 use integration::measure::skipped;
 use integration::parse::parse_tap;
 use integration::process::HostCommand;
-use integration::test_host::{KvmKind, TestHost, probe_kvm};
+use integration::test_host::{KvmGuestSupport, TestHost, probe_kvm};
 
 use crate::nested::{self, GuestTests};
 use crate::shared_guests::{self, GuestPart, is_selected};
 
-const LIMIT: ProgressLimit = ProgressLimit::GENEROUS;
+const LIMIT: ProcessTimeLimits = ProcessTimeLimits::GENEROUS;
 const MODELS: [&str; 5] = ["intel-v1", "intel-v4", "amd-k7", "amd", "amd-v2"];
 const RDPMC_FAULTS: &str = "/kvm/Ok/rdpmc_faults";
 /// Path of the newest kernel's image in the lab, from which guests can boot.
@@ -136,7 +136,7 @@ fn code_made_at_run_time_is_left_alone_by_default(place: &TestHost) {
 
 #[test]
 fn code_made_at_run_time_reads_counters_here() {
-    if probe_kvm() == KvmKind::None {
+    if probe_kvm() == KvmGuestSupport::None {
         return skipped("no KVM here", false);
     }
     code_made_at_run_time_reads_counters(&here());
@@ -144,7 +144,7 @@ fn code_made_at_run_time_reads_counters_here() {
 
 #[test]
 fn non_linux_guest_handler_is_not_patched_by_default() {
-    if probe_kvm() == KvmKind::None {
+    if probe_kvm() == KvmGuestSupport::None {
         return skipped("no KVM here", false);
     }
     code_made_at_run_time_is_left_alone_by_default(&here());

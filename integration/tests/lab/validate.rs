@@ -3,16 +3,16 @@
 //! outside its tolerance.
 
 use integration::lease::{TestHostLease, TestHostLeaseMode};
-use integration::limit::ProgressLimit;
+use integration::limit::ProcessTimeLimits;
 use integration::measure::skipped;
 use integration::process::{HostCommand, ProcessOutput};
-use integration::test_host::{KvmKind, TestHost, probe_kvm};
+use integration::test_host::{KvmGuestSupport, TestHost, probe_kvm};
 use serde_json::Value;
 
 /// Time limits of `perfvisor validate`, which prints nothing until it has finished.
-const LIMIT: ProgressLimit = ProgressLimit {
-    silent: ProgressLimit::GENEROUS.overall,
-    ..ProgressLimit::GENEROUS
+const LIMIT: ProcessTimeLimits = ProcessTimeLimits {
+    silent: ProcessTimeLimits::GENEROUS.overall,
+    ..ProcessTimeLimits::GENEROUS
 };
 
 fn validate(place: &TestHost, arguments: &[&str]) -> ProcessOutput {
@@ -195,7 +195,7 @@ fn bad_input_is_one_line() {
 /// anything starts.
 #[test]
 fn validate_rejects_linux_on_software_kvm() {
-    if probe_kvm() != KvmKind::SoftwareOnly {
+    if probe_kvm() != KvmGuestSupport::SoftwareOnly {
         return skipped("this machine's KVM can run Linux, or there is none", false);
     }
     let file = std::env::current_exe().unwrap();

@@ -6,11 +6,11 @@
 
 use integration::artefacts;
 use integration::guest::LinuxGuest;
-use integration::limit::ProgressLimit;
+use integration::limit::ProcessTimeLimits;
 use integration::process::{HostCommand, ProcessOutput};
 use integration::test_host::TestHost;
 
-const LIMIT: ProgressLimit = ProgressLimit::GENEROUS;
+const LIMIT: ProcessTimeLimits = ProcessTimeLimits::GENEROUS;
 
 /// Guest script that waits until the test creates a file in the guest.
 const SCRIPT: &str = "

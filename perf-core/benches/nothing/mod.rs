@@ -1,6 +1,6 @@
 //! A driver for benchmarks, in place of the host driver. Its events do nothing.
 
-use perf_core::pmu::{PmuCapacity, PmuError, PmuTarget};
+use perf_core::pmu::{PmuCapacity, PmuError, PmuEventTarget};
 use perf_core::{Attr, EventType, Pmu, PmuEvent};
 
 /// A driver that has slots but does nothing, so that only the cost of the core is measured.
@@ -23,7 +23,7 @@ impl Pmu for NoopPmu {
     fn capacity(&self) -> PmuCapacity {
         PmuCapacity::counters(self.slots)
     }
-    fn open(&self, _: &Attr, _: PmuTarget) -> Result<Box<dyn PmuEvent>, PmuError> {
+    fn open(&self, _: &Attr, _: PmuEventTarget) -> Result<Box<dyn PmuEvent>, PmuError> {
         Ok(Box::new(NoopEvent(0)))
     }
 }

@@ -4,8 +4,8 @@
 use std::sync::Arc;
 
 use fastrand::Rng;
-use perf_core::estimate::{Estimator, linear};
-use perf_core::mux::{GroupKey, MuxPolicy, MuxQueue, SlotOffer};
+use perf_core::estimate::{CountEstimator, linear};
+use perf_core::mux::{MuxGroupKey, MuxPolicy, MuxQueue, SlotOfferOutcome};
 use perf_core::pmu::sim::SimPmu;
 use perf_core::time::{Clock, ManualClock};
 use perf_core::*;
@@ -96,7 +96,7 @@ struct Event {
     curve: usize,
     on_since: Option<u64>,
     running_ns: u64,
-    estimator: Estimator,
+    estimator: CountEstimator,
 }
 
 /// Simulates `policy` with multiplexing intervals of `turn_ns` nanoseconds on `trace`, and measures
@@ -113,12 +113,12 @@ pub fn run(trace: &Trace, policy: MuxPolicy, turn_ns: u64, grid_ns: u64, seed: u
             curve,
             on_since: None,
             running_ns: 0,
-            estimator: Estimator::new(),
+            estimator: CountEstimator::new(),
         })
         .collect();
     let counts = |e: usize, from: u64, to: u64| trace.events[e].until(to) - trace.events[e].until(from);
     let mut queue = MuxQueue::new(policy, turn_ns);
-    (0..n).for_each(|key| queue.insert(GroupKey::from(key)));
+    (0..n).for_each(|key| queue.insert(MuxGroupKey::from(key)));
 
     // Simulates the trace from `start` to its end. All times are positions in the trace, in
     // nanoseconds.
@@ -130,14 +130,14 @@ pub fn run(trace: &Trace, policy: MuxPolicy, turn_ns: u64, grid_ns: u64, seed: u
         let mut on = vec![None; trace.slots];
         queue.fill(|key| {
             if used == trace.slots {
-                return SlotOffer::NoRoom;
+                return SlotOfferOutcome::NoRoom;
             }
             on[used] = Some(key);
             used += 1;
-            SlotOffer::Taken
+            SlotOfferOutcome::Taken
         });
         for (key, event) in events.iter_mut().enumerate() {
-            match (event.on_since, on.contains(&Some(GroupKey::from(key)))) {
+            match (event.on_since, on.contains(&Some(MuxGroupKey::from(key)))) {
                 (Some(since), false) => {
                     let count = counts(event.curve, since, now);
                     event.estimator.slice(since - start, now - start, count);
@@ -231,7 +231,7 @@ pub fn run_core(trace: &Trace, policy: MuxPolicy, turn_ns: u64, seed: u64) -> (V
         .into_iter()
         .map(|curve| {
             let attr = Attr::counting(EventType::SIM, curve as u64);
-            let target = OpenTarget::Vcpu(VcpuId(0));
+            let target = EventOpenTarget::Vcpu(VcpuId(0));
             let opened = core.open(&session, attr, target, None, OpenFlags::default());
             (curve, opened.expect("a simulated event"))
         })

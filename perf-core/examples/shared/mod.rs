@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use perf_core::attr::{Attr, EventType};
 use perf_core::pmu::host::HostPmu;
-use perf_core::pmu::{Pmu, PmuCapacity, PmuError, PmuEvent, PmuTarget};
+use perf_core::pmu::{Pmu, PmuCapacity, PmuError, PmuEvent, PmuEventTarget};
 use perf_core::time::Clock;
 use perf_core::{CpuMode, SampleRegs};
 
@@ -130,7 +130,7 @@ impl Pmu for LimitedPmu {
     fn capacity(&self) -> PmuCapacity {
         PmuCapacity::counters(self.slots)
     }
-    fn open(&self, attr: &Attr, target: PmuTarget) -> Result<Box<dyn PmuEvent>, PmuError> {
+    fn open(&self, attr: &Attr, target: PmuEventTarget) -> Result<Box<dyn PmuEvent>, PmuError> {
         self.host.open(attr, target)
     }
 }

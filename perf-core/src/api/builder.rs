@@ -19,7 +19,7 @@ const KB_MAX: u64 = u64::MAX >> 11;
 /// Error of [`PerfCoreBuilder::build`]: a setting that is out of range.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{setting}: {value} is out of range; must be between {least} and {most}")]
-pub struct ConfigError {
+pub struct PerfCoreConfigError {
     /// Name of the [`PerfCoreConfig`] field that is out of range.
     pub setting: &'static str,
     /// Value that was rejected.
@@ -35,15 +35,18 @@ impl PerfCoreConfig {
     ///
     /// # Errors
     ///
-    /// Returns a [`ConfigError`] for the first setting that is out of range.
-    pub fn check(&self) -> Result<(), ConfigError> {
+    /// Returns a [`PerfCoreConfigError`] for the first setting that is out of range.
+    pub fn check(&self) -> Result<(), PerfCoreConfigError> {
         let in_range = |setting, value: i128, least: i128, most: i128| {
-            (least..=most).contains(&value).then_some(()).ok_or(ConfigError {
-                setting,
-                value,
-                least,
-                most,
-            })
+            (least..=most)
+                .contains(&value)
+                .then_some(())
+                .ok_or(PerfCoreConfigError {
+                    setting,
+                    value,
+                    least,
+                    most,
+                })
         };
         in_range("tick_hz", self.tick_hz.into(), 1, TICK_HZ_MAX.into())?;
         in_range("paranoid", self.paranoid.into(), -1, 2)?;
@@ -85,7 +88,7 @@ impl PerfCore {
     ///
     /// let error = PerfCore::builder().tick_hz(0).build().unwrap_err();
     /// assert_eq!(error.to_string(), "tick_hz: 0 is out of range; must be between 1 and 1000000");
-    /// # Ok::<(), perf_core::ConfigError>(())
+    /// # Ok::<(), perf_core::PerfCoreConfigError>(())
     /// ```
     #[must_use]
     pub fn builder() -> PerfCoreBuilder {
@@ -147,8 +150,8 @@ impl PerfCoreBuilder {
     ///
     /// # Errors
     ///
-    /// Returns a [`ConfigError`] if a setting is out of range.
-    pub fn build(self) -> Result<PerfCore, ConfigError> {
+    /// Returns a [`PerfCoreConfigError`] if a setting is out of range.
+    pub fn build(self) -> Result<PerfCore, PerfCoreConfigError> {
         self.config.check()?;
         let core = PerfCore::new(self.config);
         for driver in self.drivers {

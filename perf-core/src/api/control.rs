@@ -1,14 +1,14 @@
 //! Control calls of an event handle, equivalent to `ioctl(2)` on a kernel event.
 
 use crate::api::handle::EventHandle;
-use crate::model::failure::EventFailureCause;
+use crate::model::failure::PinnedEventFailureCause;
 use crate::model::state::EventState;
-use crate::service::error::ControlError;
+use crate::service::error::PerfEventControlError;
 use crate::service::open_events::EventRef;
 
 /// The scope of a control call: an event or its whole group.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum ControlScope {
+pub enum EventControlScope {
     /// The event and its children.
     #[default]
     Event,
@@ -33,8 +33,8 @@ impl EventHandle {
     ///
     /// # Errors
     ///
-    /// Returns [`ControlError::Closed`] if the event is closed.
-    pub fn enable(&self, scope: ControlScope) -> Result<(), ControlError> {
+    /// Returns [`PerfEventControlError::Closed`] if the event is closed.
+    pub fn enable(&self, scope: EventControlScope) -> Result<(), PerfEventControlError> {
         self.set(scope, true)
     }
 
@@ -42,8 +42,8 @@ impl EventHandle {
     ///
     /// # Errors
     ///
-    /// Returns [`ControlError::Closed`] if the event is closed.
-    pub fn disable(&self, scope: ControlScope) -> Result<(), ControlError> {
+    /// Returns [`PerfEventControlError::Closed`] if the event is closed.
+    pub fn disable(&self, scope: EventControlScope) -> Result<(), PerfEventControlError> {
         self.set(scope, false)
     }
 
@@ -56,18 +56,21 @@ impl EventHandle {
     ///
     /// # Errors
     ///
-    /// Returns the same errors as [`EventHandle::arm`], and [`ControlError::Closed`] if the event
-    /// is closed.
-    pub fn start(&self, overflow_in: Option<u64>) -> Result<Result<u64, EventFailureCause>, ControlError> {
+    /// Returns the same errors as [`EventHandle::arm`], and [`PerfEventControlError::Closed`] if
+    /// the event is closed.
+    pub fn start(
+        &self,
+        overflow_in: Option<u64>,
+    ) -> Result<Result<u64, PinnedEventFailureCause>, PerfEventControlError> {
         if overflow_in.is_some_and(|counts| !is_armable(counts)) || self.is_family() {
-            return Err(ControlError::Invalid(NOT_ARMABLE));
+            return Err(PerfEventControlError::Invalid(NOT_ARMABLE));
         }
         let inner = &self.inner.event;
         let now_ns = inner.cell.now_ns();
         let mut context = inner.cell.lock();
         let event = context
             .get(inner.key, &inner.shared)
-            .ok_or(ControlError::Closed)?;
+            .ok_or(PerfEventControlError::Closed)?;
         let count = event.count();
         if let Some(overflow_in) = overflow_in {
             context.arm(inner.key, overflow_in)?;
@@ -77,7 +80,7 @@ impl EventHandle {
         let failure = || event.failure.filter(|_| event.state == EventState::Error);
         Ok(match event.state {
             EventState::Active => Ok(count),
-            _ => Err(failure().map_or(EventFailureCause::NoSlot, |failure| failure.cause)),
+            _ => Err(failure().map_or(PinnedEventFailureCause::NoSlot, |failure| failure.cause)),
         })
     }
 
@@ -86,23 +89,25 @@ impl EventHandle {
     ///
     /// # Errors
     ///
-    /// Returns [`ControlError::Closed`] if the event is closed, and [`ControlError::Invalid`] for a
-    /// family (a VM-wide event with children).
-    pub fn stop(&self) -> Result<u64, ControlError> {
+    /// Returns [`PerfEventControlError::Closed`] if the event is closed, and
+    /// [`PerfEventControlError::Invalid`] for a family (a VM-wide event with children).
+    pub fn stop(&self) -> Result<u64, PerfEventControlError> {
         if self.is_family() {
-            return Err(ControlError::Invalid("a family is stopped by disabling it"));
+            return Err(PerfEventControlError::Invalid(
+                "a family is stopped by disabling it",
+            ));
         }
         let inner = &self.inner.event;
         let now_ns = inner.cell.now_ns();
         let mut context = inner.cell.lock();
         if context.get(inner.key, &inner.shared).is_none() {
-            return Err(ControlError::Closed);
+            return Err(PerfEventControlError::Closed);
         }
         context.disable(inner.key, now_ns);
         Ok(context.events[inner.key].count())
     }
 
-    fn set(&self, scope: ControlScope, on: bool) -> Result<(), ControlError> {
+    fn set(&self, scope: EventControlScope, on: bool) -> Result<(), PerfEventControlError> {
         self.for_scope(scope, |event| event.set_enabled(on))
     }
 
@@ -111,23 +116,26 @@ impl EventHandle {
     ///
     /// # Errors
     ///
-    /// Returns [`ControlError::Closed`] if the event is closed.
-    pub fn reset(&self, scope: ControlScope) -> Result<(), ControlError> {
+    /// Returns [`PerfEventControlError::Closed`] if the event is closed.
+    pub fn reset(&self, scope: EventControlScope) -> Result<(), PerfEventControlError> {
         self.for_scope(scope, EventRef::reset)
     }
 
     fn for_scope(
         &self,
-        scope: ControlScope,
+        scope: EventControlScope,
         op: impl Fn(&EventRef) -> Option<()>,
-    ) -> Result<(), ControlError> {
+    ) -> Result<(), PerfEventControlError> {
         let event = &self.inner.event;
         match scope {
-            ControlScope::Event => op(event).ok_or(ControlError::Closed),
-            ControlScope::Group => {
+            EventControlScope::Event => op(event).ok_or(PerfEventControlError::Closed),
+            EventControlScope::Group => {
                 // No event may join or leave the group during the reset.
                 let _topology = self.inner.core.topology();
-                for member in event.group(&self.inner.core.opened).ok_or(ControlError::Closed)? {
+                for member in event
+                    .group(&self.inner.core.opened)
+                    .ok_or(PerfEventControlError::Closed)?
+                {
                     let _ = op(&member);
                 }
                 Ok(())
@@ -140,23 +148,25 @@ impl EventHandle {
     ///
     /// # Errors
     ///
-    /// Returns [`ControlError::Invalid`] for inherited events and counting events, and
-    /// [`ControlError::Closed`] if the event is closed.
-    pub fn refresh(&self, overflows: u32) -> Result<(), ControlError> {
+    /// Returns [`PerfEventControlError::Invalid`] for inherited events and counting events, and
+    /// [`PerfEventControlError::Closed`] if the event is closed.
+    pub fn refresh(&self, overflows: u32) -> Result<(), PerfEventControlError> {
         if !self.attr().is_sampling() {
-            return Err(ControlError::Invalid(
+            return Err(PerfEventControlError::Invalid(
                 "a counting event has no overflows to limit",
             ));
         }
         if self.inner.event.shared.attr.inherit || self.is_family() {
-            return Err(ControlError::Invalid("an inherited event has no overflow limit"));
+            return Err(PerfEventControlError::Invalid(
+                "an inherited event has no overflow limit",
+            ));
         }
         let result = self.inner.event.for_each(|context, key, now_ns| {
             let sampling = &mut context.events[key].sampling;
             sampling.limit = sampling.limit.saturating_add(u64::from(overflows));
             context.enable(key, now_ns);
         });
-        result.ok_or(ControlError::Closed)
+        result.ok_or(PerfEventControlError::Closed)
     }
 
     /// Changes the sampling period, or the frequency in hertz of an event that samples by
@@ -171,20 +181,22 @@ impl EventHandle {
     ///
     /// # Errors
     ///
-    /// Returns [`ControlError::Invalid`] for a counting event, for a period of 0, and for a
-    /// frequency above [`crate::PerfCoreConfig::sample_rate_hz`], [`ControlError::Driver`] if a
-    /// driver rejects the period (the rejected period is not applied), and [`ControlError::Closed`]
-    /// if the event is closed.
-    pub fn set_period(&self, period: u64) -> Result<(), ControlError> {
+    /// Returns [`PerfEventControlError::Invalid`] for a counting event, for a period of 0, and for
+    /// a frequency above [`crate::PerfCoreConfig::sample_rate_hz`],
+    /// [`PerfEventControlError::Driver`] if a driver rejects the period (the rejected period is not
+    /// applied), and [`PerfEventControlError::Closed`] if the event is closed.
+    pub fn set_period(&self, period: u64) -> Result<(), PerfEventControlError> {
         let inner = &self.inner.event;
         if !inner.shared.attr.is_sampling() {
-            return Err(ControlError::Invalid("a counting event has no period"));
+            return Err(PerfEventControlError::Invalid("a counting event has no period"));
         }
         if period == 0 || period >> 63 != 0 {
-            return Err(ControlError::Invalid("a period is at least 1 and below 2^63"));
+            return Err(PerfEventControlError::Invalid(
+                "a period is at least 1 and below 2^63",
+            ));
         }
         if inner.shared.attr.freq && period > self.inner.core.limits.sample_rate_hz() {
-            return Err(ControlError::Invalid(
+            return Err(PerfEventControlError::Invalid(
                 "the frequency is above the sample rate limit",
             ));
         }
@@ -195,7 +207,7 @@ impl EventHandle {
                     refused = Err(error);
                 }
             })
-            .ok_or(ControlError::Closed)?;
+            .ok_or(PerfEventControlError::Closed)?;
         Ok(refused?)
     }
 
@@ -205,18 +217,19 @@ impl EventHandle {
     ///
     /// # Errors
     ///
-    /// Returns [`ControlError::Invalid`] for 0 and for families (VM-wide events with children),
-    /// [`ControlError::Driver`] if the driver rejects the request (the previous overflow point then
-    /// remains armed), and [`ControlError::Closed`] if the event is closed.
+    /// Returns [`PerfEventControlError::Invalid`] for 0 and for families (VM-wide events with
+    /// children), [`PerfEventControlError::Driver`] if the driver rejects the request (the previous
+    /// overflow point then remains armed), and [`PerfEventControlError::Closed`] if the event is
+    /// closed.
     #[inline]
-    pub fn arm(&self, overflow_in: u64) -> Result<u64, ControlError> {
+    pub fn arm(&self, overflow_in: u64) -> Result<u64, PerfEventControlError> {
         if !is_armable(overflow_in) || self.is_family() {
-            return Err(ControlError::Invalid(NOT_ARMABLE));
+            return Err(PerfEventControlError::Invalid(NOT_ARMABLE));
         }
         let inner = &self.inner.event;
         let mut context = inner.cell.lock();
         if context.get(inner.key, &inner.shared).is_none() {
-            return Err(ControlError::Closed);
+            return Err(PerfEventControlError::Closed);
         }
         Ok(context.arm(inner.key, overflow_in)?)
     }

@@ -7,7 +7,7 @@ use crate::context::ContextStats;
 use crate::model::state::PendingTickWork;
 use crate::pmu::{Pmu, VcpuId};
 use crate::schedule::SharePolicy;
-use crate::service::core::{Driver, PerfCore, VcpuContext};
+use crate::service::core::{Driver, PerfCore, VcpuEventContext};
 
 impl PerfCore {
     /// Registers a driver. If several drivers serve the same event type, the core uses the one that
@@ -30,7 +30,7 @@ impl PerfCore {
 
     /// Returns the context of `vcpu`, or `None` if there is no such vCPU.
     #[must_use]
-    pub fn vcpu(&self, vcpu: VcpuId) -> Option<Arc<VcpuContext>> {
+    pub fn vcpu(&self, vcpu: VcpuId) -> Option<Arc<VcpuEventContext>> {
         self.inner.vcpus.load().iter().find(|v| v.id() == vcpu).cloned()
     }
 
@@ -57,8 +57,8 @@ impl PerfCore {
     }
 
     /// Returns `true` if an event of some vCPU has entered the error state and the vCPU's thread
-    /// has not called [`VcpuContext::take_errors`] since. The VMM then kicks the vCPU, because its
-    /// thread may stay in the guest for a long time.
+    /// has not called [`VcpuEventContext::take_errors`] since. The VMM then kicks the vCPU, because
+    /// its thread may stay in the guest for a long time.
     #[must_use]
     pub fn has_unhandled_errors(&self) -> bool {
         let vcpus = self.inner.vcpus.load();

@@ -7,7 +7,7 @@ use crate::service::sideband::write_to;
 
 /// A named range of guest memory, for MMAP records.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct GuestMapping<'a> {
+pub struct GuestMmapEvent<'a> {
     /// Guest address of the first byte of the mapping.
     pub start: u64,
     /// Length of the mapping, in bytes.
@@ -22,7 +22,7 @@ pub struct GuestMapping<'a> {
 
 impl PerfCore {
     /// Writes an MMAP record for `mapping` to the rings of the events that request MMAP records.
-    pub fn mmap_record(&self, mapping: &GuestMapping<'_>) {
+    pub fn mmap_record(&self, mapping: &GuestMmapEvent<'_>) {
         let core = &self.inner;
         if !core.wanted.mmap() {
             return;

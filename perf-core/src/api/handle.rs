@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use crate::attr::Attr;
-use crate::model::failure::EventFailure;
+use crate::model::failure::PinnedEventFailure;
 use crate::model::state::EventState;
 use crate::service::config::User;
 use crate::service::core::CoreInner;
@@ -100,7 +100,7 @@ impl EventHandle {
     }
 
     /// Closes the event while the handle still exists. Later calls through the handle return
-    /// [`crate::ControlError::Closed`].
+    /// [`crate::PerfEventControlError::Closed`].
     pub fn close(&self) {
         self.inner.close();
     }
@@ -121,7 +121,7 @@ impl EventHandle {
     /// Returns the reason and time of the event's failure if the event is in the error state,
     /// otherwise `None`.
     #[must_use]
-    pub fn failure(&self) -> Option<EventFailure> {
+    pub fn failure(&self) -> Option<PinnedEventFailure> {
         let event = &self.inner.event;
         let mut context = event.cell.lock();
         let event = context.get(event.key, &event.shared)?;

@@ -5,10 +5,10 @@ use crate::api::control::{NOT_ARMABLE, is_armable};
 use crate::api::handle::EventHandle;
 use crate::context::{Context, ContextCell};
 use crate::lock::LockGuard;
-use crate::model::failure::EventFailureCause;
+use crate::model::failure::PinnedEventFailureCause;
 use crate::model::keys::EventKey;
 use crate::model::state::EventState;
-use crate::service::error::ControlError;
+use crate::service::error::PerfEventControlError;
 
 /// Error text for an event of another context, or for a family (a VM-wide event with children).
 const FOREIGN_EVENT: &str = "events of one vCPU, none of them a family";
@@ -46,14 +46,14 @@ impl EventHandle {
 impl LockedContext<'_> {
     /// Returns the key of the event of `handle`, or an error if the event is closed, is a family or
     /// belongs to another context.
-    fn key(&mut self, handle: &EventHandle) -> Result<EventKey, ControlError> {
+    fn key(&mut self, handle: &EventHandle) -> Result<EventKey, PerfEventControlError> {
         let event = &handle.inner.event;
         if !std::ptr::eq(&raw const *event.cell, self.cell) || handle.is_family() {
-            return Err(ControlError::Invalid(FOREIGN_EVENT));
+            return Err(PerfEventControlError::Invalid(FOREIGN_EVENT));
         }
         match self.context.get(event.key, &event.shared) {
             Some(_) => Ok(event.key),
-            None => Err(ControlError::Closed),
+            None => Err(PerfEventControlError::Closed),
         }
     }
 
@@ -61,10 +61,10 @@ impl LockedContext<'_> {
     ///
     /// # Errors
     ///
-    /// Returns the errors of [`EventHandle::count`], and [`ControlError::Invalid`] for an event of
-    /// another vCPU.
+    /// Returns the errors of [`EventHandle::count`], and [`PerfEventControlError::Invalid`] for an
+    /// event of another vCPU.
     #[inline]
-    pub fn count(&mut self, handle: &EventHandle) -> Result<u64, ControlError> {
+    pub fn count(&mut self, handle: &EventHandle) -> Result<u64, PerfEventControlError> {
         let key = self.key(handle)?;
         let event = &mut self.context.events[key];
         let count = event.count();
@@ -85,7 +85,7 @@ impl LockedContext<'_> {
     ///
     /// Returns the same errors as [`LockedContext::count`].
     #[inline]
-    pub fn pause(&mut self, handle: &EventHandle) -> Result<u64, ControlError> {
+    pub fn pause(&mut self, handle: &EventHandle) -> Result<u64, PerfEventControlError> {
         let key = self.key(handle)?;
         Ok(self.context.pause(key))
     }
@@ -103,20 +103,20 @@ impl LockedContext<'_> {
         &mut self,
         handle: &EventHandle,
         overflow_in: impl FnOnce(u64) -> Option<u64>,
-    ) -> Result<Result<(), EventFailureCause>, ControlError> {
+    ) -> Result<Result<(), PinnedEventFailureCause>, PerfEventControlError> {
         let key = self.key(handle)?;
         let event = &mut self.context.events[key];
         if event.state != EventState::Active {
             return Ok(Err(event
                 .failure
-                .map_or(EventFailureCause::NoSlot, |failure| failure.cause)));
+                .map_or(PinnedEventFailureCause::NoSlot, |failure| failure.cause)));
         }
         let overflow_in = overflow_in(event.count());
         if overflow_in.is_some_and(|counts| !is_armable(counts)) {
-            return Err(ControlError::Invalid(NOT_ARMABLE));
+            return Err(PerfEventControlError::Invalid(NOT_ARMABLE));
         }
         let cell = self.cell;
         let went = self.context.go_on(key, overflow_in, || cell.now_ns());
-        Ok(went.map_err(|error| EventFailureCause::of(&error)))
+        Ok(went.map_err(|error| PinnedEventFailureCause::of(&error)))
     }
 }

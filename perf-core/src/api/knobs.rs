@@ -6,7 +6,7 @@ use crate::service::core::PerfCore;
 
 /// A setting of the core that can be read and changed at run time, as text.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum RuntimeSetting {
+pub enum PerfCoreSetting {
     /// [`crate::PerfCoreConfig::paranoid`], from -1 to 2.
     Paranoid,
     /// [`crate::PerfCoreConfig::sample_rate_hz`], at least 1.
@@ -20,10 +20,10 @@ pub enum RuntimeSetting {
     Overcommit,
 }
 
-/// Error of [`PerfCore::set_knob`]: an invalid value for a [`RuntimeSetting`] (`EINVAL`).
+/// Error of [`PerfCore::set_knob`]: an invalid value for a [`PerfCoreSetting`] (`EINVAL`).
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("invalid value {text:?}: must be {expected}")]
-pub struct TunableError {
+pub struct PerfCoreSettingError {
     /// Text that was rejected.
     pub text: String,
     /// Description of the values that the setting accepts.
@@ -34,17 +34,17 @@ impl PerfCore {
     /// Returns the value of a setting as decimal text with a newline, in the format of the kernel's
     /// sysctl files.
     #[must_use]
-    pub fn knob(&self, knob: RuntimeSetting) -> String {
+    pub fn knob(&self, knob: PerfCoreSetting) -> String {
         let limits = &self.inner.limits;
         // All stored values fit, because they were set from numbers of these types.
         let value = match knob {
-            RuntimeSetting::Paranoid => i64::from(limits.paranoid()),
-            RuntimeSetting::SampleRateHz => limits.sample_rate_hz().cast_signed(),
-            RuntimeSetting::MlockKb => limits.mlock_kb.load(Ordering::Relaxed).cast_signed(),
-            RuntimeSetting::ReservedSlots => {
+            PerfCoreSetting::Paranoid => i64::from(limits.paranoid()),
+            PerfCoreSetting::SampleRateHz => limits.sample_rate_hz().cast_signed(),
+            PerfCoreSetting::MlockKb => limits.mlock_kb.load(Ordering::Relaxed).cast_signed(),
+            PerfCoreSetting::ReservedSlots => {
                 limits.reserved_slots.load(Ordering::Relaxed).cast_signed() as i64
             }
-            RuntimeSetting::Overcommit => i64::from(limits.overcommit.load(Ordering::Relaxed)),
+            PerfCoreSetting::Overcommit => i64::from(limits.overcommit.load(Ordering::Relaxed)),
         };
         format!("{value}\n")
     }
@@ -53,42 +53,42 @@ impl PerfCore {
     ///
     /// # Errors
     ///
-    /// Returns a [`TunableError`] if `text` is not a number or the number is out of range. The
-    /// setting is then unchanged.
+    /// Returns a [`PerfCoreSettingError`] if `text` is not a number or the number is out of range.
+    /// The setting is then unchanged.
     #[expect(
         clippy::cast_possible_truncation,
         clippy::cast_sign_loss,
         reason = "the value was checked to be in the range of its setting"
     )]
-    pub fn set_knob(&self, knob: RuntimeSetting, text: &str) -> Result<(), TunableError> {
+    pub fn set_knob(&self, knob: PerfCoreSetting, text: &str) -> Result<(), PerfCoreSettingError> {
         let limits = &self.inner.limits;
         let (least, most) = match knob {
-            RuntimeSetting::Paranoid => (-1, 2),
-            RuntimeSetting::SampleRateHz => (1, 1_000_000_000),
-            RuntimeSetting::MlockKb => (0, i64::MAX >> 10),
-            RuntimeSetting::ReservedSlots => (0, self.inner.min_slots().cast_signed() as i64),
-            RuntimeSetting::Overcommit => (0, 1),
+            PerfCoreSetting::Paranoid => (-1, 2),
+            PerfCoreSetting::SampleRateHz => (1, 1_000_000_000),
+            PerfCoreSetting::MlockKb => (0, i64::MAX >> 10),
+            PerfCoreSetting::ReservedSlots => (0, self.inner.min_slots().cast_signed() as i64),
+            PerfCoreSetting::Overcommit => (0, 1),
         };
         let value = text
             .trim()
             .parse::<i64>()
             .ok()
             .filter(|v| (least..=most).contains(v))
-            .ok_or_else(|| TunableError {
+            .ok_or_else(|| PerfCoreSettingError {
                 text: text.trim().into(),
                 expected: format!("{least} to {most}"),
             })?;
         match knob {
-            RuntimeSetting::Paranoid => limits.paranoid.store(value as i32, Ordering::Relaxed),
-            RuntimeSetting::SampleRateHz => limits
+            PerfCoreSetting::Paranoid => limits.paranoid.store(value as i32, Ordering::Relaxed),
+            PerfCoreSetting::SampleRateHz => limits
                 .sample_rate_hz
                 .store(value.cast_unsigned(), Ordering::Relaxed),
-            RuntimeSetting::MlockKb => limits.mlock_kb.store(value.cast_unsigned(), Ordering::Relaxed),
-            RuntimeSetting::ReservedSlots => {
+            PerfCoreSetting::MlockKb => limits.mlock_kb.store(value.cast_unsigned(), Ordering::Relaxed),
+            PerfCoreSetting::ReservedSlots => {
                 limits.reserved_slots.store(value as usize, Ordering::Relaxed);
                 self.inner.reserve_slots(value as usize);
             }
-            RuntimeSetting::Overcommit => limits.overcommit.store(value == 1, Ordering::Relaxed),
+            PerfCoreSetting::Overcommit => limits.overcommit.store(value == 1, Ordering::Relaxed),
         }
         Ok(())
     }

@@ -7,9 +7,9 @@ use std::sync::atomic::Ordering;
 use crate::api::handle::EventHandle;
 use crate::model::output::Output;
 use crate::notify::PollState;
-use crate::ring::{PAGE_SIZE, Ring, RingMode};
+use crate::ring::{PAGE_SIZE, Ring, RingFullPolicy};
 use crate::service::core::PerfCore;
-use crate::service::error::{ControlError, MapError};
+use crate::service::error::{PerfEventControlError, RingMapError};
 
 impl PerfCore {
     /// Returns the number of pages of ring memory that are currently charged to user `uid`.
@@ -34,23 +34,23 @@ impl EventHandle {
     ///
     /// # Errors
     ///
-    /// Returns a [`MapError`] if the ring cannot be attached. A failed call has no effect.
-    pub fn map(&self, data_pages: usize, writable: bool) -> Result<Arc<Ring>, MapError> {
+    /// Returns a [`RingMapError`] if the ring cannot be attached. A failed call has no effect.
+    pub fn map(&self, data_pages: usize, writable: bool) -> Result<Arc<Ring>, RingMapError> {
         let event = &self.inner.event;
         let core = &self.inner.core;
         let _topology = core.topology();
         if event.cell.lock().get(event.key, &event.shared).is_none() {
-            return Err(MapError::Closed);
+            return Err(RingMapError::Closed);
         }
         {
             let mut state = event.output_state();
             if state.redirect.is_some() {
-                return Err(MapError::Redirected);
+                return Err(RingMapError::Redirected);
             }
             if let Some(own) = state.own.clone() {
                 let mapped = own.ring.data_size() / PAGE_SIZE;
                 if mapped != data_pages {
-                    return Err(MapError::OtherSize {
+                    return Err(RingMapError::OtherSize {
                         mapped,
                         asked: data_pages,
                     });
@@ -66,9 +66,9 @@ impl EventHandle {
         let pages = u64::try_from(data_pages).unwrap_or(u64::MAX).saturating_add(1);
         let mut charge = core.locked.charge(user.uid, pages, limit)?;
         let mode = if writable {
-            RingMode::Writable
+            RingFullPolicy::Writable
         } else {
-            RingMode::Overwrite
+            RingFullPolicy::Overwrite
         };
         let ring = Arc::new(Ring::new(data_pages, mode)?);
         ring.set_wakeup(event.shared.attr.wakeup);
@@ -125,16 +125,16 @@ impl EventHandle {
     ///
     /// # Errors
     ///
-    /// Returns [`ControlError::Invalid`] if the redirection is not allowed, and
-    /// [`ControlError::Closed`] if an event is closed.
-    pub fn set_output(&self, target: Option<&EventHandle>) -> Result<(), ControlError> {
+    /// Returns [`PerfEventControlError::Invalid`] if the redirection is not allowed, and
+    /// [`PerfEventControlError::Closed`] if an event is closed.
+    pub fn set_output(&self, target: Option<&EventHandle>) -> Result<(), PerfEventControlError> {
         let _topology = self.inner.core.topology();
         let event = &self.inner.event;
         event
             .cell
             .lock()
             .get(event.key, &event.shared)
-            .ok_or(ControlError::Closed)?;
+            .ok_or(PerfEventControlError::Closed)?;
         event.set_output(target.map(|t| &t.inner.event))
     }
 
@@ -150,24 +150,22 @@ impl EventHandle {
     /// # let core = PerfCore::builder().driver(Arc::new(SimPmu::with_slots(4))).build()?;
     /// # core.add_vcpu(VcpuId(0), 1)?;
     /// # let session = core.session(0, SessionRole::Admin);
-    /// # let (target, flags) = (OpenTarget::Vcpu(VcpuId(0)), OpenFlags::default());
-    /// let event = core.open(&session, Attr::sampling(EventType::SIM, 1, 100), target, None, flags)?;
-    /// assert!(event.pause_output(true).is_err(), "it has no ring");
-    /// let ring = event.map(4, false)?; // the oldest records are overwritten
-    /// event.pause_output(true)?;
-    /// // ... the content of the ring does not change while it is read ...
-    /// event.pause_output(false)?;
+    /// # let (target, flags) = (EventOpenTarget::Vcpu(VcpuId(0)), OpenFlags::default());
+    /// let event = core.open(&session, Attr::sampling(EventType::SIM, 1, 100), target, None,
+    /// flags)?; assert!(event.pause_output(true).is_err(), "it has no ring"); let ring =
+    /// event.map(4, false)?; // the oldest records are overwritten event.pause_output(true)?; //
+    /// ... the content of the ring does not change while it is read ... event.pause_output(false)?;
     /// # Ok(())
     /// # }
     /// ```
     ///
     /// # Errors
     ///
-    /// Returns [`ControlError::Invalid`] if the event writes to no ring.
-    pub fn pause_output(&self, on: bool) -> Result<(), ControlError> {
+    /// Returns [`PerfEventControlError::Invalid`] if the event writes to no ring.
+    pub fn pause_output(&self, on: bool) -> Result<(), PerfEventControlError> {
         let output = self
             .output()
-            .ok_or(ControlError::Invalid("the event has no ring"))?;
+            .ok_or(PerfEventControlError::Invalid("the event has no ring"))?;
         output.ring.pause(on);
         Ok(())
     }

@@ -17,13 +17,13 @@ mod switch;
 mod vcpu;
 mod vcpus;
 
-pub use builder::{ConfigError, PerfCoreBuilder};
-pub use control::ControlScope;
-pub use guest::GuestMapping;
+pub use builder::{PerfCoreBuilder, PerfCoreConfigError};
+pub use control::EventControlScope;
+pub use guest::GuestMmapEvent;
 pub use handle::EventHandle;
 pub use hold::LockedContext;
-pub use knobs::{RuntimeSetting, TunableError};
-pub use open::{OpenFlags, OpenTarget};
+pub use knobs::{PerfCoreSetting, PerfCoreSettingError};
+pub use open::{EventOpenTarget, OpenFlags};
 pub use read::{GroupReading, Reading, VcpuReading};
 pub use session::Session;
 pub use switch::ContextPin;

@@ -12,13 +12,13 @@ use crate::model::state::Owner;
 use crate::pmu::VcpuId;
 use crate::service::config::{SessionRole, User};
 use crate::service::core::{CoreInner, PerfCore};
-use crate::service::error::OpenError;
+use crate::service::error::PerfEventOpenError;
 use crate::service::open_events::{EventLinks, EventRef};
 use crate::service::placement::Placement;
 
 /// The vCPU, thread, CPU or VM that an event counts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum OpenTarget {
+pub enum EventOpenTarget {
     /// One vCPU, or one host thread or host CPU that was added with [`PerfCore::add_thread`] or
     /// [`PerfCore::add_cpu`] and is identified by its context number.
     Vcpu(VcpuId),
@@ -60,10 +60,10 @@ impl OpenFlags {
     ///
     /// # Errors
     ///
-    /// Returns [`OpenError::Combination`] if a flag is unknown.
-    pub fn from_bits(bits: u64) -> Result<Self, OpenError> {
+    /// Returns [`PerfEventOpenError::Combination`] if a flag is unknown.
+    pub fn from_bits(bits: u64) -> Result<Self, PerfEventOpenError> {
         if bits & !(Self::NO_GROUP | Self::OUTPUT) != 0 {
-            return Err(OpenError::Combination(
+            return Err(PerfEventOpenError::Combination(
                 "unknown open flags; NO_GROUP (1) and OUTPUT (2) are known",
             ));
         }
@@ -85,41 +85,41 @@ impl PerfCore {
     ///
     /// # Errors
     ///
-    /// Returns an [`OpenError`], which maps to the errno of `perf_event_open(2)`. A failed call has
-    /// no effect.
+    /// Returns an [`PerfEventOpenError`], which maps to the errno of `perf_event_open(2)`. A failed
+    /// call has no effect.
     pub fn open(
         &self,
         session: &Session,
         attr: Attr,
-        target: OpenTarget,
+        target: EventOpenTarget,
         group: Option<&EventHandle>,
         flags: OpenFlags,
-    ) -> Result<EventHandle, OpenError> {
+    ) -> Result<EventHandle, PerfEventOpenError> {
         let core = &self.inner;
         let admin = session.inner.user.is_admin();
         core.limits.check_attr(&attr, admin)?;
         core.check_combinations(&attr)?;
-        if target == OpenTarget::Vm {
+        if target == EventOpenTarget::Vm {
             core.limits.check_vm(admin)?;
         }
         if !admin && session.inner.user.uid != core.config.owner_uid {
-            return Err(OpenError::NotOwner);
+            return Err(PerfEventOpenError::NotOwner);
         }
         // No vCPU may be added or removed until the event is linked.
         let mut topology = core.topology();
         let cell = match target {
-            OpenTarget::Vm => Arc::clone(&core.vm),
-            OpenTarget::Vcpu(vcpu) => {
+            EventOpenTarget::Vm => Arc::clone(&core.vm),
+            EventOpenTarget::Vcpu(vcpu) => {
                 let vcpus = core.vcpus.load();
                 let found = vcpus
                     .iter()
                     .find(|v| v.id() == vcpu)
-                    .ok_or(OpenError::NoSuchVcpu(vcpu))?;
+                    .ok_or(PerfEventOpenError::NoSuchVcpu(vcpu))?;
                 found.cell.load_full()
             }
         };
         if cell.cpu().is_some() && core.limits.check_vm(admin).is_err() {
-            return Err(OpenError::CpuDenied);
+            return Err(PerfEventOpenError::CpuDenied);
         }
         let leader = group.filter(|_| !flags.no_group).map(|h| &h.inner.event);
         if let Some(leader) = leader {
@@ -128,13 +128,17 @@ impl PerfCore {
         core.limits.check_raw(&attr, admin)?;
         let owner = match (session.inner.user.role, target) {
             (SessionRole::Guest, _) => Owner::Guest,
-            (_, OpenTarget::Vm) => Owner::OperatorVm,
-            (_, OpenTarget::Vcpu(_)) => Owner::OperatorVcpu,
+            (_, EventOpenTarget::Vm) => Owner::OperatorVm,
+            (_, EventOpenTarget::Vcpu(_)) => Owner::OperatorVcpu,
         };
         let place = core.place(&attr, cell, owner, leader)?;
         let output = if flags.output {
-            let target = group.ok_or(OpenError::Group("no handle to redirect the output to"))?;
-            target.inner.event.can_be_output().map_err(OpenError::Output)?;
+            let target = group.ok_or(PerfEventOpenError::Group("no handle to redirect the output to"))?;
+            target
+                .inner
+                .event
+                .can_be_output()
+                .map_err(PerfEventOpenError::Output)?;
             Some(&target.inner.event)
         } else {
             None
@@ -156,14 +160,16 @@ impl PerfCore {
 }
 
 impl CoreInner {
-    fn check_combinations(&self, attr: &Attr) -> Result<(), OpenError> {
+    fn check_combinations(&self, attr: &Attr) -> Result<(), PerfEventOpenError> {
         self.limits.check_rate(attr)?;
         if !attr.freq && attr.sample_period >> 63 != 0 {
-            return Err(OpenError::Combination("a sample period must be below 2^63"));
+            return Err(PerfEventOpenError::Combination(
+                "a sample period must be below 2^63",
+            ));
         }
         let group_samples = attr.sample_type.contains(SampleType::READ);
         if attr.inherit && group_samples && attr.read_format.contains(ReadFormat::GROUP) {
-            return Err(OpenError::Combination(
+            return Err(PerfEventOpenError::Combination(
                 "samples of an inherited event cannot hold group readings",
             ));
         }
@@ -178,7 +184,7 @@ impl CoreInner {
         leader: Option<&EventRef>,
         output: Option<&EventRef>,
         flags: OpenFlags,
-    ) -> Result<EventHandle, OpenError> {
+    ) -> Result<EventHandle, PerfEventOpenError> {
         let Placement {
             cell,
             source,
@@ -231,7 +237,7 @@ impl CoreInner {
     }
 
     /// Creates the children of a new VM-wide event on the existing vCPUs.
-    fn fan_out(&self, event: &EventRef, leader: Option<&EventRef>) -> Result<(), OpenError> {
+    fn fan_out(&self, event: &EventRef, leader: Option<&EventRef>) -> Result<(), PerfEventOpenError> {
         for vcpu in self.vcpus.load().iter() {
             let cell = vcpu.cell.load_full();
             if !cell.is_vcpu() {
@@ -253,19 +259,21 @@ impl CoreInner {
     }
 }
 
-fn check_leader(leader: &EventRef, cell: &Arc<ContextCell>, attr: &Attr) -> Result<(), OpenError> {
+fn check_leader(leader: &EventRef, cell: &Arc<ContextCell>, attr: &Attr) -> Result<(), PerfEventOpenError> {
     if !Arc::ptr_eq(&leader.cell, cell) {
-        return Err(OpenError::Group("it is in another context"));
+        return Err(PerfEventOpenError::Group("it is in another context"));
     }
     let mut context = leader.cell.lock();
     if context.get(leader.key, &leader.shared).is_none() {
-        return Err(OpenError::Group("its leader is closed"));
+        return Err(PerfEventOpenError::Group("its leader is closed"));
     }
     if !context.is_leader(leader.key) {
-        return Err(OpenError::Group("the handle is not a leader"));
+        return Err(PerfEventOpenError::Group("the handle is not a leader"));
     }
     if attr.pinned || attr.exclusive {
-        return Err(OpenError::Group("only leaders may be pinned or exclusive"));
+        return Err(PerfEventOpenError::Group(
+            "only leaders may be pinned or exclusive",
+        ));
     }
     Ok(())
 }

@@ -1,12 +1,12 @@
 //! Software events raised by the VMM.
 
 use crate::model::regs::SampleRegs;
-use crate::model::software::{SoftwareEventId, SoftwareEventLevel};
+use crate::model::software::{RecursionContext, SoftwareEventId};
 use crate::sample::OverflowReport;
-use crate::service::core::VcpuContext;
+use crate::service::core::VcpuEventContext;
 use crate::service::overflow::RaisedEvent;
 
-impl VcpuContext {
+impl VcpuEventContext {
     /// Raises software event `id` on this vCPU `n` times. Samples are taken only if `regs` is
     /// given.
     ///
@@ -19,16 +19,16 @@ impl VcpuContext {
         regs: Option<&mut dyn SampleRegs>,
         sink: &mut dyn FnMut(OverflowReport),
     ) {
-        self.software_event_at(SoftwareEventLevel::Thread, id, n, regs, sink);
+        self.software_event_at(RecursionContext::Thread, id, n, regs, sink);
     }
 
-    /// Raises a software event like [`VcpuContext::software_event`], at recursion level `level`.
-    /// Returns `false` if the event was dropped because this thread is already handling an event at
-    /// that level.
+    /// Raises a software event like [`VcpuEventContext::software_event`], at recursion level
+    /// `level`. Returns `false` if the event was dropped because this thread is already handling an
+    /// event at that level.
     #[inline]
     pub fn software_event_at(
         &self,
-        level: SoftwareEventLevel,
+        level: RecursionContext,
         id: SoftwareEventId,
         n: u64,
         regs: Option<&mut dyn SampleRegs>,
@@ -48,7 +48,7 @@ mod tests {
     use std::sync::Arc;
 
     use super::*;
-    use crate::api::open::{OpenFlags, OpenTarget};
+    use crate::api::open::{EventOpenTarget, OpenFlags};
     use crate::attr::Attr;
     use crate::attr::EventType;
     use crate::model::lists::EventList;
@@ -69,11 +69,13 @@ mod tests {
         let session = core.session(0, SessionRole::Admin);
         let attr = Attr::sampling(EventType::VMM, SoftwareEventId::Halts as u64, 5);
         let flags = OpenFlags::with_cookie(9);
-        let halts = core.open(&session, attr, OpenTarget::Vm, None, flags).unwrap();
+        let halts = core
+            .open(&session, attr, EventOpenTarget::Vm, None, flags)
+            .unwrap();
         {
             let _somebody = core.inner.vm.lock();
             vcpu.software_event_at(
-                SoftwareEventLevel::Signal,
+                RecursionContext::Signal,
                 SoftwareEventId::Halts,
                 10,
                 None,
@@ -101,7 +103,7 @@ mod tests {
         let session = core.session(0, SessionRole::Admin);
         let open = |ty| {
             let attr = Attr::sampling(ty, 1, 5);
-            let target = OpenTarget::Vcpu(VcpuId(0));
+            let target = EventOpenTarget::Vcpu(VcpuId(0));
             core.open(&session, attr, target, None, OpenFlags::default())
                 .unwrap()
         };
@@ -126,7 +128,7 @@ mod tests {
         let session = core.session(0, SessionRole::Admin);
         let open = |ty, config| {
             let attr = Attr::counting(ty, config).with_inherit();
-            core.open(&session, attr, OpenTarget::Vm, None, OpenFlags::default())
+            core.open(&session, attr, EventOpenTarget::Vm, None, OpenFlags::default())
                 .unwrap()
         };
         let halts = open(EventType::VMM, SoftwareEventId::Halts as u64);

@@ -12,10 +12,10 @@ use crate::model::slices::EstimateSum;
 use crate::model::state::EventState;
 use crate::model::totals::Totals;
 use crate::pmu::VcpuId;
-use crate::record::{ReadEntries, ReadEntry, ReadValues, read_size_of};
-use crate::service::error::ControlError;
+use crate::record::{ReadFormatEntries, ReadFormatEntry, ReadFormatValues, read_size_of};
+use crate::service::error::PerfEventControlError;
 use crate::service::open_events::EventRef;
-use crate::time::TimeTotals;
+use crate::time::EventTimeTotals;
 
 /// The count of an event, together with its time enabled and time running.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -42,8 +42,8 @@ impl Reading {
 
     /// Returns the time enabled and the time running of the event.
     #[must_use]
-    pub fn times(&self) -> TimeTotals {
-        TimeTotals {
+    pub fn times(&self) -> EventTimeTotals {
+        EventTimeTotals {
             enabled_ns: self.time_enabled_ns,
             running_ns: self.time_running_ns,
         }
@@ -105,9 +105,9 @@ impl EventHandle {
     ///
     /// # Errors
     ///
-    /// Returns [`ControlError::Closed`] if the event is closed.
-    pub fn read(&self) -> Result<Reading, ControlError> {
-        let totals = self.inner.event.totals().ok_or(ControlError::Closed)?;
+    /// Returns [`PerfEventControlError::Closed`] if the event is closed.
+    pub fn read(&self) -> Result<Reading, PerfEventControlError> {
+        let totals = self.inner.event.totals().ok_or(PerfEventControlError::Closed)?;
         Ok(Reading::new(totals, self.id()))
     }
 
@@ -118,8 +118,8 @@ impl EventHandle {
     ///
     /// # Errors
     ///
-    /// Returns [`ControlError::Closed`] if the event is closed.
-    pub fn estimate(&self) -> Result<Option<Estimate>, ControlError> {
+    /// Returns [`PerfEventControlError::Closed`] if the event is closed.
+    pub fn estimate(&self) -> Result<Option<Estimate>, PerfEventControlError> {
         let event = &self.inner.event;
         let family = event.family();
         let mut sum = {
@@ -127,7 +127,7 @@ impl EventHandle {
             let mut context = event.cell.lock();
             context
                 .get(event.key, &event.shared)
-                .ok_or(ControlError::Closed)?;
+                .ok_or(PerfEventControlError::Closed)?;
             context.estimate(event.key, now_ns)
         };
         if let Some(family) = family {
@@ -145,15 +145,15 @@ impl EventHandle {
     ///
     /// # Errors
     ///
-    /// Returns [`ControlError::Closed`] if the event is closed.
-    pub fn read_by_vcpu(&self) -> Result<Vec<VcpuReading>, ControlError> {
+    /// Returns [`PerfEventControlError::Closed`] if the event is closed.
+    pub fn read_by_vcpu(&self) -> Result<Vec<VcpuReading>, PerfEventControlError> {
         let event = &self.inner.event;
         let family = event.family();
         event
             .cell
             .lock()
             .get(event.key, &event.shared)
-            .ok_or(ControlError::Closed)?;
+            .ok_or(PerfEventControlError::Closed)?;
         let part = |(vcpu, totals, estimate): (VcpuId, Totals, EstimateSum)| VcpuReading {
             vcpu,
             reading: Reading::new(totals, self.id()),
@@ -183,9 +183,9 @@ impl EventHandle {
     ///
     /// # Errors
     ///
-    /// Returns [`ControlError::Closed`] if the event is closed.
+    /// Returns [`PerfEventControlError::Closed`] if the event is closed.
     #[inline]
-    pub fn count(&self) -> Result<u64, ControlError> {
+    pub fn count(&self) -> Result<u64, PerfEventControlError> {
         if self.is_family() {
             return self.read().map(|r| r.value);
         }
@@ -193,7 +193,7 @@ impl EventHandle {
         let mut context = event.cell.lock();
         let live = context
             .get(event.key, &event.shared)
-            .ok_or(ControlError::Closed)?;
+            .ok_or(PerfEventControlError::Closed)?;
         let count = live.count();
         if live.is_lost() {
             context.notice(event.key, event.cell.now_ns());
@@ -207,13 +207,13 @@ impl EventHandle {
     ///
     /// # Errors
     ///
-    /// Returns [`ControlError::Closed`] if the event is closed.
-    pub fn count_age_ns(&self) -> Result<Option<u64>, ControlError> {
+    /// Returns [`PerfEventControlError::Closed`] if the event is closed.
+    pub fn count_age_ns(&self) -> Result<Option<u64>, PerfEventControlError> {
         let event = &self.inner.event;
         let mut context = event.cell.lock();
         Ok(context
             .get(event.key, &event.shared)
-            .ok_or(ControlError::Closed)?
+            .ok_or(PerfEventControlError::Closed)?
             .count_age_ns())
     }
 
@@ -222,8 +222,8 @@ impl EventHandle {
     ///
     /// # Errors
     ///
-    /// Returns [`ControlError::Closed`] if the event is closed.
-    pub fn read_group(&self) -> Result<GroupReading, ControlError> {
+    /// Returns [`PerfEventControlError::Closed`] if the event is closed.
+    pub fn read_group(&self) -> Result<GroupReading, PerfEventControlError> {
         Ok(self
             .read_members()?
             .into_iter()
@@ -232,14 +232,14 @@ impl EventHandle {
     }
 
     /// Reads each member of the event's group, together with the member's number of lost records.
-    fn read_members(&self) -> Result<SmallVec<[(Reading, u64); 8]>, ControlError> {
+    fn read_members(&self) -> Result<SmallVec<[(Reading, u64); 8]>, PerfEventControlError> {
         let event = &self.inner.event;
         if !self.is_family() {
             let now_ns = event.cell.now_ns();
             let mut context = event.cell.lock();
             let group = context
                 .get(event.key, &event.shared)
-                .ok_or(ControlError::Closed)?
+                .ok_or(PerfEventControlError::Closed)?
                 .group;
             let mut out = SmallVec::new();
             for i in 0..context.groups[group].members.len() {
@@ -250,7 +250,9 @@ impl EventHandle {
             }
             return Ok(out);
         }
-        let members = event.group(&self.inner.core.opened).ok_or(ControlError::Closed)?;
+        let members = event
+            .group(&self.inner.core.opened)
+            .ok_or(PerfEventControlError::Closed)?;
         Ok(members
             .iter()
             .filter_map(|m| {
@@ -268,15 +270,15 @@ impl EventHandle {
     ///
     /// # Errors
     ///
-    /// Returns [`ControlError::Closed`] if the event is closed.
-    pub fn read_size(&self) -> Result<usize, ControlError> {
+    /// Returns [`PerfEventControlError::Closed`] if the event is closed.
+    pub fn read_size(&self) -> Result<usize, PerfEventControlError> {
         let format = self.attr().read_format;
         let members = if format.contains(ReadFormat::GROUP) {
             let event = &self.inner.event;
             let mut context = event.cell.lock();
             let group = context
                 .get(event.key, &event.shared)
-                .ok_or(ControlError::Closed)?
+                .ok_or(PerfEventControlError::Closed)?
                 .group;
             context.groups[group].members.len()
         } else {
@@ -290,22 +292,23 @@ impl EventHandle {
     ///
     /// # Errors
     ///
-    /// Returns [`ControlError::NoSpace`] if `buf` is shorter than [`EventHandle::read_size`], and
-    /// [`ControlError::Closed`] if the event is closed. A failed call has no effect.
-    pub fn read_bytes(&self, buf: &mut [u8]) -> Result<usize, ControlError> {
+    /// Returns [`PerfEventControlError::NoSpace`] if `buf` is shorter than
+    /// [`EventHandle::read_size`], and [`PerfEventControlError::Closed`] if the event is closed. A
+    /// failed call has no effect.
+    pub fn read_bytes(&self, buf: &mut [u8]) -> Result<usize, PerfEventControlError> {
         let event = &self.inner.event;
         let state = event
             .cell
             .lock()
             .get(event.key, &event.shared)
-            .ok_or(ControlError::Closed)?
+            .ok_or(PerfEventControlError::Closed)?
             .state;
         if state == EventState::Error {
             return Ok(0);
         }
         let needed = self.read_size()?;
         if buf.len() < needed {
-            return Err(ControlError::NoSpace {
+            return Err(PerfEventControlError::NoSpace {
                 needed,
                 available: buf.len(),
             });
@@ -319,24 +322,24 @@ impl EventHandle {
         // The group may have grown since the size was computed.
         let needed = read_size_of(format, readings.len());
         if buf.len() < needed {
-            return Err(ControlError::NoSpace {
+            return Err(PerfEventControlError::NoSpace {
                 needed,
                 available: buf.len(),
             });
         }
-        let (leader, _) = readings.first().ok_or(ControlError::Closed)?;
-        let entries: SmallVec<[ReadEntry; 8]> = readings
+        let (leader, _) = readings.first().ok_or(PerfEventControlError::Closed)?;
+        let entries: SmallVec<[ReadFormatEntry; 8]> = readings
             .iter()
-            .map(|(reading, lost)| ReadEntry {
+            .map(|(reading, lost)| ReadFormatEntry {
                 value: reading.value,
                 id: reading.id,
                 lost: *lost,
             })
             .collect();
-        let values = ReadValues {
+        let values = ReadFormatValues {
             time_enabled_ns: leader.time_enabled_ns,
             time_running_ns: leader.time_running_ns,
-            entries: ReadEntries::List(&entries),
+            entries: ReadFormatEntries::List(&entries),
         };
         values.encode(format, &mut &mut buf[..needed]);
         Ok(needed)

@@ -2,9 +2,9 @@
 
 use crate::context::ContextCell;
 use crate::model::keys::EventKey;
-use crate::service::core::{PerfCore, VcpuContext};
+use crate::service::core::{PerfCore, VcpuEventContext};
 
-impl VcpuContext {
+impl VcpuEventContext {
     /// Handles a reset of this vCPU. Enables the events with [`crate::Attr::enable_on_exec`] that
     /// are off or in the error state, whether they are group leaders or siblings. Later resets do
     /// not enable these events again. Use [`PerfCore::vm_reset`] for a reset of the whole machine.
@@ -34,7 +34,7 @@ impl PerfCore {
     ///     inherit: true,
     ///     ..Attr::counting(EventType::SIM, 1)
     /// };
-    /// let boot = core.open(&session, attr, OpenTarget::Vm, None, OpenFlags::default())?;
+    /// let boot = core.open(&session, attr, EventOpenTarget::Vm, None, OpenFlags::default())?;
     /// pmu.advance(VcpuId(0), |_| 100);
     /// core.vm_reset();
     /// pmu.advance(VcpuId(0), |_| 7);

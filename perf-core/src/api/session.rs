@@ -7,7 +7,7 @@ use crate::attr::Attr;
 use crate::lock::{Lock, LockRank};
 use crate::service::config::{SessionRole, User};
 use crate::service::core::PerfCore;
-use crate::service::error::OpenError;
+use crate::service::error::PerfEventOpenError;
 
 /// The owner of a set of events: an operator or the guest. Dropping a session closes its events.
 pub struct Session {
@@ -67,8 +67,8 @@ impl PerfCore {
     ///
     /// # Errors
     ///
-    /// Returns the [`OpenError`] that [`PerfCore::open`] would return.
-    pub fn may_sample(&self, session: &Session, attr: &Attr) -> Result<(), OpenError> {
+    /// Returns the [`PerfEventOpenError`] that [`PerfCore::open`] would return.
+    pub fn may_sample(&self, session: &Session, attr: &Attr) -> Result<(), PerfEventOpenError> {
         let limits = &self.inner.limits;
         limits.check_attr(attr, session.inner.user.is_admin())?;
         limits.check_rate(attr)

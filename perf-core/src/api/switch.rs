@@ -14,10 +14,10 @@ use crate::context::{Context, ContextCell};
 use crate::model::event::Event;
 use crate::model::keys::EventKey;
 use crate::model::software::SoftwareEventId;
-use crate::service::core::VcpuContext;
+use crate::service::core::VcpuEventContext;
 
 /// A guard that prevents a vCPU's context from being swapped with another context while the guard
-/// is alive. See [`VcpuContext::pin`].
+/// is alive. See [`VcpuEventContext::pin`].
 #[derive(Debug)]
 pub struct ContextPin {
     cell: Arc<ContextCell>,
@@ -29,13 +29,13 @@ impl Drop for ContextPin {
     }
 }
 
-impl VcpuContext {
-    /// Switches the current thread from this vCPU to `next`, like [`VcpuContext::sched_out`] on
-    /// this vCPU followed by [`VcpuContext::sched_in`] on `next`.
+impl VcpuEventContext {
+    /// Switches the current thread from this vCPU to `next`, like [`VcpuEventContext::sched_out`]
+    /// on this vCPU followed by [`VcpuEventContext::sched_in`] on `next`.
     ///
     /// Returns `true` if the contexts were swapped without stopping or starting any event, which
     /// requires that both vCPUs run on the same thread and have the same inherited events.
-    pub fn switch_to(&self, next: &VcpuContext) -> bool {
+    pub fn switch_to(&self, next: &VcpuEventContext) -> bool {
         self.software_event(SoftwareEventId::ContextSwitches, 1, None, &mut |_| {});
         self.record_switch(true);
         if self.exchange(next) {
@@ -47,7 +47,7 @@ impl VcpuContext {
         false
     }
 
-    fn exchange(&self, next: &VcpuContext) -> bool {
+    fn exchange(&self, next: &VcpuEventContext) -> bool {
         if self.tid() != next.tid() {
             return false;
         }

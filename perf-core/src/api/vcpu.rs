@@ -1,4 +1,4 @@
-//! Methods of [`VcpuContext`] that the thread of a vCPU calls.
+//! Methods of [`VcpuEventContext`] that the thread of a vCPU calls.
 
 use std::sync::atomic::Ordering;
 
@@ -7,10 +7,10 @@ use crate::model::regs::SampleRegs;
 use crate::model::software::SoftwareEventId;
 use crate::pmu::VcpuId;
 use crate::sample::OverflowReport;
-use crate::service::core::VcpuContext;
+use crate::service::core::VcpuEventContext;
 use crate::service::overflow;
 
-impl VcpuContext {
+impl VcpuEventContext {
     /// Returns the ID of the vCPU.
     #[must_use]
     pub fn id(&self) -> VcpuId {
@@ -34,8 +34,9 @@ impl VcpuContext {
         }
     }
 
-    /// Schedules the context out: stops its events and its time. [`VcpuContext::service_overflows`]
-    /// afterwards handles all overflows, including those for which no signal has arrived yet.
+    /// Schedules the context out: stops its events and its time.
+    /// [`VcpuEventContext::service_overflows`] afterwards handles all overflows, including those
+    /// for which no signal has arrived yet.
     ///
     /// Raises [`SoftwareEventId::ContextSwitches`] first, so that the events of this context still
     /// count the context switch.
@@ -78,9 +79,9 @@ impl VcpuContext {
     }
 
     /// Returns the number of times that an event of this vCPU entered the error state.
-    /// [`VcpuContext::switch_to`] does not move this number to another vCPU. The VMM compares it
-    /// with the previous value at each VM entry to detect that a guest counter has lost its slot
-    /// (see [`VcpuContext::take_errors`]). Costs one load.
+    /// [`VcpuEventContext::switch_to`] does not move this number to another vCPU. The VMM compares
+    /// it with the previous value at each VM entry to detect that a guest counter has lost its slot
+    /// (see [`VcpuEventContext::take_errors`]). Costs one load.
     #[must_use]
     pub fn errors(&self) -> u64 {
         self.errors.load(Ordering::Acquire)
@@ -134,7 +135,7 @@ mod tests {
     use std::thread;
 
     use super::*;
-    use crate::api::open::{OpenFlags, OpenTarget};
+    use crate::api::open::{EventOpenTarget, OpenFlags};
     use crate::attr::{Attr, EventType};
     use crate::model::regs::UnavailableRegs;
     use crate::pmu::Pmu;
@@ -153,7 +154,7 @@ mod tests {
         let session = core.session(0, SessionRole::Admin);
         let open = |attr| {
             let flags = OpenFlags::with_cookie(7);
-            core.open(&session, attr, OpenTarget::Vcpu(VcpuId(0)), None, flags)
+            core.open(&session, attr, EventOpenTarget::Vcpu(VcpuId(0)), None, flags)
                 .unwrap()
         };
         let sampled = open(Attr::sampling(EventType::SIM, 1, 10));

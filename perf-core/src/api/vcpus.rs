@@ -7,8 +7,8 @@ use arc_swap::ArcSwap;
 
 use crate::context::{ContextCell, ContextOwner};
 use crate::pmu::VcpuId;
-use crate::service::core::{PerfCore, Topology, VcpuContext};
-use crate::service::error::OpenError;
+use crate::service::core::{PerfCore, Topology, VcpuEventContext};
+use crate::service::error::PerfEventOpenError;
 
 impl PerfCore {
     /// Adds a vCPU that runs on host thread `tid`. The vCPU inherits all VM-wide events with
@@ -17,9 +17,9 @@ impl PerfCore {
     ///
     /// # Errors
     ///
-    /// Returns [`OpenError::VcpuExists`] if the vCPU already exists, or the error of an inherited
-    /// event that could not be opened.
-    pub fn add_vcpu(&self, vcpu: VcpuId, tid: i32) -> Result<Arc<VcpuContext>, OpenError> {
+    /// Returns [`PerfEventOpenError::VcpuExists`] if the vCPU already exists, or the error of an
+    /// inherited event that could not be opened.
+    pub fn add_vcpu(&self, vcpu: VcpuId, tid: i32) -> Result<Arc<VcpuEventContext>, PerfEventOpenError> {
         self.add_vcpu_recorded_as(vcpu, tid, tid.cast_unsigned())
     }
 
@@ -35,7 +35,7 @@ impl PerfCore {
         vcpu: VcpuId,
         tid: i32,
         record_tid: u32,
-    ) -> Result<Arc<VcpuContext>, OpenError> {
+    ) -> Result<Arc<VcpuEventContext>, PerfEventOpenError> {
         let topology = self.inner.topology();
         self.add(&topology, vcpu, tid, ContextOwner::Vcpu(vcpu, tid, record_tid))
     }
@@ -46,10 +46,10 @@ impl PerfCore {
         vcpu: VcpuId,
         tid: i32,
         whose: ContextOwner,
-    ) -> Result<Arc<VcpuContext>, OpenError> {
+    ) -> Result<Arc<VcpuEventContext>, PerfEventOpenError> {
         let vcpus = self.inner.vcpus.load_full();
         let Err(at) = vcpus.binary_search_by_key(&vcpu, |v| v.id()) else {
-            return Err(OpenError::VcpuExists(vcpu));
+            return Err(PerfEventOpenError::VcpuExists(vcpu));
         };
         let cell = Arc::new(ContextCell::new(
             self.inner.limits.share(),
@@ -71,7 +71,7 @@ impl PerfCore {
                 .comm_record(&cell, format!("vcpu{}", vcpu.0).as_bytes());
         }
         let errors = Arc::clone(&cell.lock().errors);
-        let context = Arc::new(VcpuContext {
+        let context = Arc::new(VcpuEventContext {
             vcpu,
             tid,
             cell: ArcSwap::new(cell),
@@ -88,17 +88,17 @@ impl PerfCore {
     }
 
     /// Adds a context for host thread `tid` (0 for the calling thread), which need not run a vCPU.
-    /// Its events count that thread between [`VcpuContext::sched_in`] and
-    /// [`VcpuContext::sched_out`]. VM-wide events do not count on it.
+    /// Its events count that thread between [`VcpuEventContext::sched_in`] and
+    /// [`VcpuEventContext::sched_out`]. VM-wide events do not count on it.
     ///
     /// The context number is the first free number from [`PerfCore::FIRST_THREAD`] on. It
-    /// identifies the context in [`crate::OpenTarget::Vcpu`] and in samples. Remove the context
-    /// with [`PerfCore::remove_vcpu`].
+    /// identifies the context in [`crate::EventOpenTarget::Vcpu`] and in samples. Remove the
+    /// context with [`PerfCore::remove_vcpu`].
     ///
     /// # Errors
     ///
-    /// Returns [`OpenError::VcpuExists`] if all numbers are taken.
-    pub fn add_thread(&self, tid: i32) -> Result<Arc<VcpuContext>, OpenError> {
+    /// Returns [`PerfEventOpenError::VcpuExists`] if all numbers are taken.
+    pub fn add_thread(&self, tid: i32) -> Result<Arc<VcpuEventContext>, PerfEventOpenError> {
         let topology = self.inner.topology();
         let id = {
             let vcpus = self.inner.vcpus.load();
@@ -136,12 +136,10 @@ impl PerfCore {
     /// # use std::sync::Arc;
     /// # use perf_core::{pmu::host::HostPmu, *};
     /// # fn main() -> Result<(), Box<dyn std::error::Error>> {
-    /// let core = PerfCore::builder().driver(Arc::new(HostPmu::software(None))).build()?;
-    /// let cpu = core.add_cpu(0)?;
-    /// let session = core.session(0, SessionRole::Admin);
-    /// // PERF_COUNT_SW_CONTEXT_SWITCHES
-    /// let attr = Attr::counting(EventType::SOFTWARE, 3);
-    /// match core.open(&session, attr, OpenTarget::Vcpu(cpu.id()), None, OpenFlags::default()) {
+    /// let core = PerfCore::builder().driver(Arc::new(HostPmu::software(None))).build()?; let cpu =
+    /// core.add_cpu(0)?; let session = core.session(0, SessionRole::Admin); //
+    /// PERF_COUNT_SW_CONTEXT_SWITCHES let attr = Attr::counting(EventType::SOFTWARE, 3); match
+    /// core.open(&session, attr, EventOpenTarget::Vcpu(cpu.id()), None, OpenFlags::default()) {
     ///     Ok(switches) => println!("{} context switches on CPU 0", switches.read()?.value),
     ///     Err(error) => println!("CPU 0 cannot be counted: {error}"),
     /// }
@@ -151,15 +149,15 @@ impl PerfCore {
     ///
     /// # Errors
     ///
-    /// Returns [`OpenError::VcpuExists`] if the context already exists, and
-    /// [`OpenError::NoSuchCpu`] if the number is out of range for a CPU.
-    pub fn add_cpu(&self, cpu: u32) -> Result<Arc<VcpuContext>, OpenError> {
+    /// Returns [`PerfEventOpenError::VcpuExists`] if the context already exists, and
+    /// [`PerfEventOpenError::NoSuchCpu`] if the number is out of range for a CPU.
+    pub fn add_cpu(&self, cpu: u32) -> Result<Arc<VcpuEventContext>, PerfEventOpenError> {
         let id = Self::FIRST_CPU
             .0
             .checked_add(cpu)
             .filter(|id| *id != u32::MAX)
             .map(VcpuId)
-            .ok_or(OpenError::NoSuchCpu(cpu))?;
+            .ok_or(PerfEventOpenError::NoSuchCpu(cpu))?;
         let topology = self.inner.topology();
         let context = self.add(&topology, id, -1, ContextOwner::Cpu(id, cpu))?;
         drop(topology);
@@ -172,19 +170,19 @@ impl PerfCore {
     /// value.
     ///
     /// Overflows that were not serviced before the removal are reported as lost, with one LOST
-    /// record per event. To write their samples instead, call [`VcpuContext::sched_out`] and
-    /// [`VcpuContext::service_overflows`] first.
+    /// record per event. To write their samples instead, call [`VcpuEventContext::sched_out`] and
+    /// [`VcpuEventContext::service_overflows`] first.
     ///
     /// # Errors
     ///
-    /// Returns [`OpenError::NoSuchVcpu`] if there is no such vCPU.
-    pub fn remove_vcpu(&self, vcpu: VcpuId) -> Result<(), OpenError> {
+    /// Returns [`PerfEventOpenError::NoSuchVcpu`] if there is no such vCPU.
+    pub fn remove_vcpu(&self, vcpu: VcpuId) -> Result<(), PerfEventOpenError> {
         let _topology = self.inner.topology();
         let vcpus = self.inner.vcpus.load_full();
         let context = vcpus
             .iter()
             .find(|v| v.id() == vcpu)
-            .ok_or(OpenError::NoSuchVcpu(vcpu))?;
+            .ok_or(PerfEventOpenError::NoSuchVcpu(vcpu))?;
         let list: Vec<_> = vcpus.iter().filter(|v| v.id() != vcpu).map(Arc::clone).collect();
         self.inner.vcpus.store(Arc::new(list));
         context.gone.store(true, Ordering::Relaxed);
@@ -197,7 +195,7 @@ impl PerfCore {
 mod tests {
     use super::*;
     use crate::api::handle::EventHandle;
-    use crate::api::open::{OpenFlags, OpenTarget};
+    use crate::api::open::{EventOpenTarget, OpenFlags};
     use crate::api::session::Session;
     use crate::attr::{Attr, EventType, SampleType};
     use crate::model::regs::UnavailableRegs;
@@ -214,7 +212,7 @@ mod tests {
 
     struct Sampled {
         core: PerfCore,
-        vcpu: Arc<VcpuContext>,
+        vcpu: Arc<VcpuEventContext>,
         event: EventHandle,
         reader: RingReader,
         _session: Session,
@@ -232,7 +230,7 @@ mod tests {
             .open(
                 &session,
                 attr(),
-                OpenTarget::Vcpu(VCPU),
+                EventOpenTarget::Vcpu(VCPU),
                 None,
                 OpenFlags::default(),
             )

@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use super::Context;
 use crate::lock::{Lock, LockGuard, LockRank};
 use crate::model::software::DeferredEvents;
-use crate::pmu::{PmuTarget, VcpuId};
+use crate::pmu::{PmuEventTarget, VcpuId};
 use crate::schedule::{MuxConfig, SharePolicy};
 use crate::time::Clock;
 
@@ -133,11 +133,11 @@ impl ContextCell {
         self.cpu
     }
 
-    pub fn target(&self) -> PmuTarget {
+    pub fn target(&self) -> PmuEventTarget {
         match (self.cpu, self.vcpu()) {
-            (Some(cpu), _) => PmuTarget::Cpu { cpu },
-            (None, Some((vcpu, tid))) => PmuTarget::Vcpu { vcpu, tid },
-            (None, None) => PmuTarget::Vm,
+            (Some(cpu), _) => PmuEventTarget::Cpu { cpu },
+            (None, Some((vcpu, tid))) => PmuEventTarget::Vcpu { vcpu, tid },
+            (None, None) => PmuEventTarget::Vm,
         }
     }
 }

@@ -3,17 +3,17 @@
 //! A pinned event fails if no slot is available, if its driver cannot start it, or if the host
 //! takes its counter away. The kernel reports a counter that was taken away only as an end of file
 //! on the next read. Active events are therefore checked whenever they are read, and periodically
-//! with a rate limit ([`crate::VcpuContext::look`] and [`crate::PerfCore::tick`]). A multiplexed
-//! event waits for the next rotation instead of failing.
+//! with a rate limit ([`crate::VcpuEventContext::look`] and [`crate::PerfCore::tick`]). A
+//! multiplexed event waits for the next rotation instead of failing.
 //!
-//! The owner of an event detects a failure with [`crate::VcpuContext::errors`], which costs one
-//! load, and reads the cause with [`crate::EventHandle::failure`].
+//! The owner of an event detects a failure with [`crate::VcpuEventContext::errors`], which costs
+//! one load, and reads the cause with [`crate::EventHandle::failure`].
 
 use smallvec::SmallVec;
 
 use crate::context::Context;
 use crate::model::event::Source;
-use crate::model::failure::EventFailureCause;
+use crate::model::failure::PinnedEventFailureCause;
 use crate::model::keys::EventKey;
 use crate::model::state::EventState;
 
@@ -76,6 +76,6 @@ impl Context {
         self.sched_out_group(group, now_ns);
         // The event has not counted since `since_ns`, although its state was active.
         self.events[key].times.sched_out(since_ns);
-        self.handle_unschedulable(group, EventFailureCause::Taken, since_ns, now_ns);
+        self.handle_unschedulable(group, PinnedEventFailureCause::Taken, since_ns, now_ns);
     }
 }

@@ -25,8 +25,8 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use smallvec::SmallVec;
 
 use crate::model::event::{Event, EventShared, Source};
-use crate::model::failure::{EventFailure, EventFailureCause};
-use crate::model::keys::{EventKey, GroupKey, PoolId, Table};
+use crate::model::failure::{PinnedEventFailure, PinnedEventFailureCause};
+use crate::model::keys::{EventKey, MuxGroupKey, PoolId, Table};
 use crate::model::lists::{EventList, EventLists};
 use crate::model::slices::Slices;
 use crate::model::software::IDS;
@@ -34,7 +34,7 @@ use crate::model::state::EventState;
 use crate::model::times::ContextClock;
 use crate::model::totals::Totals;
 use crate::pmu::{CounterMask, PmuError};
-use crate::record::ReadEntry;
+use crate::record::ReadFormatEntry;
 use crate::schedule::counter_assignments::CounterRequest;
 use crate::schedule::group::{Group, GroupQueue};
 use crate::schedule::{ClassQueue, MuxConfig, SharePolicy, SlotPool, SlotPools};
@@ -72,12 +72,12 @@ pub(crate) struct EventHistory {
 pub(crate) struct Context {
     pub clock: ContextClock,
     pub events: Table<EventKey, Event>,
-    pub groups: Table<GroupKey, Group>,
+    pub groups: Table<MuxGroupKey, Group>,
     pub pools: SlotPools,
     /// Queue of the enabled groups that contain only software events.
     software: GroupQueue,
     /// Software groups that could not be scheduled last time because their driver rejected them.
-    refused: VecDeque<GroupKey>,
+    refused: VecDeque<MuxGroupKey>,
     /// Lists of the active events that can overflow, are throttled or have a target frequency.
     /// Their capacity is reserved when events are added, so the lists do not grow on a hot path.
     pub lists: EventLists,
@@ -93,14 +93,15 @@ pub(crate) struct Context {
     /// For each software event ID, the events that count this raised event.
     pub raised: [Vec<EventKey>; IDS],
     /// Buffer for the group readings in samples, large enough for the largest group.
-    pub entries: Vec<ReadEntry>,
+    pub entries: Vec<ReadFormatEntry>,
     /// Buffer for the branch stack in a sample.
     pub branch_words: Vec<u64>,
     /// Value of `Topology::generation` (the number of VM-wide families) when the context was
     /// created, or `None` if the context must not be swapped, for example because it contains other
     /// events.
     pub clone_of: Option<u64>,
-    /// Number of [`crate::VcpuContext::pin`] guards that prevent this context from being swapped.
+    /// Number of [`crate::VcpuEventContext::pin`] guards that prevent this context from being
+    /// swapped.
     pub pins: usize,
     pub policy: SharePolicy,
     mux: MuxConfig,
@@ -279,19 +280,19 @@ impl Context {
 
     /// Moves a pinned group that is not active to the error state. `since_ns` is the context time
     /// since which the group has not counted.
-    pub fn fail(&mut self, group: GroupKey, cause: EventFailureCause, since_ns: u64, now_ns: u64) {
+    pub fn fail(&mut self, group: MuxGroupKey, cause: PinnedEventFailureCause, since_ns: u64, now_ns: u64) {
         let leader = self.groups[group].leader();
         self.settle_group_times(group, now_ns);
         self.unqueue(group);
         let event = &mut self.events[leader];
         event.state = EventState::Error;
-        event.failure = Some(EventFailure { since_ns, cause });
+        event.failure = Some(PinnedEventFailure { since_ns, cause });
         log::debug!("pinned event {} does not count: {cause}", event.shared.id);
         self.update_wants(group);
         self.errors.fetch_add(1, Ordering::Release);
     }
 
-    fn settle_group_times(&mut self, group: GroupKey, now_ns: u64) {
+    fn settle_group_times(&mut self, group: MuxGroupKey, now_ns: u64) {
         let time = self.clock.advance(now_ns);
         let leader_state = self.events[self.groups[group].leader()].state;
         for i in 0..self.groups[group].members.len() {
@@ -303,13 +304,13 @@ impl Context {
     /// Updates the list of counters that a group requires. Has no effect on a group of software
     /// events.
     #[inline]
-    fn update_wants(&mut self, group: GroupKey) {
+    fn update_wants(&mut self, group: MuxGroupKey) {
         if self.groups[group].pool.is_some() {
             self.recount_wants(group);
         }
     }
 
-    fn recount_wants(&mut self, group: GroupKey) {
+    fn recount_wants(&mut self, group: MuxGroupKey) {
         let Group { members, wants, .. } = &mut self.groups[group];
         let events = &self.events;
         let wanting = |key: EventKey| events[key].pool.is_some() && events[key].state >= EventState::Inactive;
@@ -333,7 +334,7 @@ impl Context {
         }
     }
 
-    fn enqueue(&mut self, group: GroupKey) {
+    fn enqueue(&mut self, group: MuxGroupKey) {
         if self.groups[group].queued {
             return;
         }
@@ -347,7 +348,7 @@ impl Context {
         }
     }
 
-    fn unqueue(&mut self, group: GroupKey) {
+    fn unqueue(&mut self, group: MuxGroupKey) {
         self.groups[group].queued = false;
         if std::mem::take(&mut self.groups[group].refused) {
             self.refused.retain(|refused| *refused != group);

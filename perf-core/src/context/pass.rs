@@ -6,8 +6,8 @@ use smallvec::SmallVec;
 
 use super::Context;
 use crate::model::event::Event;
-use crate::model::failure::EventFailureCause;
-use crate::model::keys::{EventKey, GroupKey, PoolId};
+use crate::model::failure::PinnedEventFailureCause;
+use crate::model::keys::{EventKey, MuxGroupKey, PoolId};
 use crate::model::lists::EventList;
 use crate::model::slices::Slices;
 use crate::model::state::{EventState, Owner, PendingTickWork};
@@ -26,7 +26,7 @@ impl Context {
             return;
         }
         let plan = plan(&mut self.pools[pool], &mut self.groups, self.policy);
-        let leaving: SmallVec<[GroupKey; 16]> = self.pools[pool]
+        let leaving: SmallVec<[MuxGroupKey; 16]> = self.pools[pool]
             .on
             .iter()
             .copied()
@@ -38,7 +38,7 @@ impl Context {
         }
         let time = self.clock.advance(now_ns);
         for &group in &plan.failed {
-            self.fail(group, EventFailureCause::NoSlot, time, now_ns);
+            self.fail(group, PinnedEventFailureCause::NoSlot, time, now_ns);
         }
         let mut room = true;
         for &group in &plan.on {
@@ -49,7 +49,7 @@ impl Context {
             match self.activate(group, now_ns) {
                 Ok(()) => {}
                 Err(error) if class.is_pinned() => {
-                    self.fail(group, EventFailureCause::of(&error), time, now_ns);
+                    self.fail(group, PinnedEventFailureCause::of(&error), time, now_ns);
                 }
                 Err(_) => room = false,
             }
@@ -160,19 +160,19 @@ impl Context {
 
     /// Schedules a queued group if possible. A group that needs slots is scheduled by replanning
     /// its slot pool.
-    pub(super) fn go(&mut self, group: GroupKey, now_ns: u64) {
+    pub(super) fn go(&mut self, group: MuxGroupKey, now_ns: u64) {
         match self.groups[group].pool {
             Some(pool) => self.reschedule(pool, now_ns),
             None => self.schedule_software(group, now_ns),
         }
     }
 
-    pub(super) fn schedule_software(&mut self, group: GroupKey, now_ns: u64) {
+    pub(super) fn schedule_software(&mut self, group: MuxGroupKey, now_ns: u64) {
         if self.clock.is_active()
             && let Err(error) = self.activate(group, now_ns)
         {
             let time = self.clock.advance(now_ns);
-            self.handle_unschedulable(group, EventFailureCause::of(&error), time, now_ns);
+            self.handle_unschedulable(group, PinnedEventFailureCause::of(&error), time, now_ns);
         }
     }
 
@@ -181,8 +181,8 @@ impl Context {
     /// tick.
     pub fn handle_unschedulable(
         &mut self,
-        group: GroupKey,
-        cause: EventFailureCause,
+        group: MuxGroupKey,
+        cause: PinnedEventFailureCause,
         since_ns: u64,
         now_ns: u64,
     ) {
@@ -206,7 +206,7 @@ impl Context {
     }
 
     /// Starts all inactive members of a group, or none of them.
-    pub(super) fn activate(&mut self, group: GroupKey, now_ns: u64) -> Result<(), PmuError> {
+    pub(super) fn activate(&mut self, group: MuxGroupKey, now_ns: u64) -> Result<(), PmuError> {
         let time = self.clock.advance(now_ns);
         let mut closed = false;
         // The leader is started last. If the host supports groups, this starts all members
@@ -238,7 +238,7 @@ impl Context {
     }
 
     /// Schedules out all members of a group.
-    pub fn sched_out_group(&mut self, group: GroupKey, now_ns: u64) {
+    pub fn sched_out_group(&mut self, group: MuxGroupKey, now_ns: u64) {
         for i in 0..self.groups[group].members.len() {
             self.stop_event(self.groups[group].members[i], now_ns);
         }
@@ -250,7 +250,7 @@ impl Context {
     }
 
     /// Reads the members of an active group in the middle of the group's time slice.
-    fn read_mid_slice(&mut self, group: GroupKey, now_ns: u64) {
+    fn read_mid_slice(&mut self, group: MuxGroupKey, now_ns: u64) {
         let time = self.clock.advance(now_ns);
         let leader = self.events[self.groups[group].leader()].state;
         for i in 0..self.groups[group].members.len() {
@@ -261,7 +261,7 @@ impl Context {
     /// Ends the time slice of a group whose slot was given to another group. Reports the change of
     /// the group's rate to the multiplexing queue immediately, because after the next rotation the
     /// queue would attribute it to a later slice.
-    fn end_turn(&mut self, group: GroupKey) {
+    fn end_turn(&mut self, group: MuxGroupKey) {
         let mut closed = false;
         for i in 0..self.groups[group].members.len() {
             closed |= self.events[self.groups[group].members[i]].end_slice();
@@ -273,7 +273,7 @@ impl Context {
 
     /// Reports the last slice of a group to its multiplexing queue: the largest rate change of any
     /// member, and whether a periodic guest pattern aliases with the slices.
-    fn report_step(&mut self, group: GroupKey) {
+    fn report_step(&mut self, group: MuxGroupKey) {
         let g = &self.groups[group];
         if g.class.is_pinned() {
             return;
@@ -327,7 +327,7 @@ impl Context {
         self.deactivate(key, Event::stopped, now_ns);
         self.sched_out_group(group, now_ns);
         let time = self.clock.advance(now_ns);
-        self.handle_unschedulable(group, EventFailureCause::of(error), time, now_ns);
+        self.handle_unschedulable(group, PinnedEventFailureCause::of(error), time, now_ns);
     }
 
     /// Schedules an active event out. `stop` receives the context time and stops the driver event.

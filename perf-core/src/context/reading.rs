@@ -12,9 +12,9 @@ use crate::model::slices::EstimateSum;
 use crate::model::state::EventState;
 use crate::model::totals::Totals;
 use crate::pmu;
-use crate::record::{ReadEntries, ReadEntry, ReadValues};
+use crate::record::{ReadFormatEntries, ReadFormatEntry, ReadFormatValues};
 use crate::schedule::ClassQueue;
-use crate::time::TimeTotals;
+use crate::time::EventTimeTotals;
 
 impl Context {
     /// Returns the count and times of one event, excluding its children. The count and the times
@@ -151,8 +151,8 @@ impl Context {
         &mut self,
         key: EventKey,
         now_ns: u64,
-        entries: &'a mut Vec<ReadEntry>,
-    ) -> ReadValues<'a> {
+        entries: &'a mut Vec<ReadFormatEntry>,
+    ) -> ReadFormatValues<'a> {
         let group = self.events[key].group;
         let is_group = self.events[key]
             .shared
@@ -164,7 +164,7 @@ impl Context {
         } else {
             1
         };
-        let mut times = TimeTotals::default();
+        let mut times = EventTimeTotals::default();
         for i in 0..n.min(entries.capacity()) {
             let member = if is_group {
                 self.groups[group].members[i]
@@ -179,16 +179,16 @@ impl Context {
             if i == 0 {
                 times = totals.times;
             }
-            entries.push(ReadEntry {
+            entries.push(ReadFormatEntry {
                 value: totals.count,
                 id: event.top().id,
                 lost: event.top().lost.load(Ordering::Relaxed),
             });
         }
-        ReadValues {
+        ReadFormatValues {
             time_enabled_ns: times.enabled_ns,
             time_running_ns: times.running_ns,
-            entries: ReadEntries::List(entries),
+            entries: ReadFormatEntries::List(entries),
         }
     }
 }

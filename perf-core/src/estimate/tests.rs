@@ -2,8 +2,8 @@ use super::*;
 use proptest::prelude::*;
 
 /// Creates an estimator of an event that has a constant rate and is active in the given slices.
-fn constant(rate: f64, slices: &[(u64, u64)]) -> Estimator {
-    let mut estimator = Estimator::new();
+fn constant(rate: f64, slices: &[(u64, u64)]) -> CountEstimator {
+    let mut estimator = CountEstimator::new();
     for &(from, to) in slices {
         estimator.slice(from, to, (rate * (to - from) as f64) as u64);
     }
@@ -21,7 +21,7 @@ fn p9_linear_is_exact_if_always_active_and_none_if_never() {
 
 #[test]
 fn p9_inactive_event_has_no_estimate() {
-    let estimator = Estimator::new();
+    let estimator = CountEstimator::new();
     assert_eq!(estimator.estimate(1_000, None), None);
     assert_eq!(estimator.estimate(1_000, Some((1_000, 0))), None);
 }
@@ -31,7 +31,7 @@ fn linear_ramp_is_interpolated_exactly() {
     // A rate of 2t, measured in the first 10 of every 50 units of time. Linear scaling of the early
     // slices would be far off.
     let count = |from: u64, to: u64| to * to - from * from;
-    let mut estimator = Estimator::new();
+    let mut estimator = CountEstimator::new();
     for k in 0..20u64 {
         let from = k * 50;
         estimator.slice(from, from + 10, count(from, from + 10));
@@ -64,7 +64,7 @@ fn quality(runs: u64, rates: impl Fn(&mut fastrand::Rng) -> Vec<f64>) -> (f64, f
             .iter()
             .map(|rate| (rate * 1e6) as u64)
             .collect();
-        let mut estimator = Estimator::new();
+        let mut estimator = CountEstimator::new();
         for from in (3..counts.len() - 2).step_by(8) {
             let ns = |at: usize| at as u64 * UNIT_NS;
             estimator.mid_slice(ns(from + 1), counts[from]);
@@ -140,7 +140,7 @@ fn standard_error_matches_error_deviation() {
 #[test]
 fn linear_trend_has_small_error() {
     let doubt = |order: &[u64]| {
-        let mut estimator = Estimator::new();
+        let mut estimator = CountEstimator::new();
         for (slice, rate) in order.iter().enumerate() {
             let (from, count) = (slice as u64 * 40, 1_000 * rate);
             estimator.mid_slice(from + 5, count / 2);
@@ -158,8 +158,8 @@ fn linear_trend_has_small_error() {
 
 /// Estimates an event with rate `rate(ns)`. The event is active for 8 ms out of every 32 ms, and
 /// each slice is read in the middle.
-fn rotated(rate: impl Fn(u64) -> u64, rotations: u64) -> Estimator {
-    let mut estimator = Estimator::new();
+fn rotated(rate: impl Fn(u64) -> u64, rotations: u64) -> CountEstimator {
+    let mut estimator = CountEstimator::new();
     for from_ms in (0..rotations).map(|r| 32 * r) {
         let sum = |range: std::ops::Range<u64>| range.map(&rate).sum::<u64>();
         estimator.mid_slice(1_000_000 * (from_ms + 4), sum(from_ms..from_ms + 4));
@@ -241,7 +241,7 @@ fn weights_predict_gap_variance() {
 #[test]
 fn short_first_slice_is_extended() {
     let estimate = constant(2.0, &[(100, 101), (1_000, 2_000), (3_000, 4_000)]);
-    let mut odd = Estimator::new();
+    let mut odd = CountEstimator::new();
     odd.slice(100, 101, 0);
     odd.slice(1_000, 2_000, 2_000);
     odd.slice(3_000, 4_000, 2_000);
@@ -259,7 +259,7 @@ fn short_first_slice_is_extended() {
 
 #[test]
 fn steps_are_relative_to_the_mean() {
-    let mut estimator = Estimator::new();
+    let mut estimator = CountEstimator::new();
     assert_eq!(estimator.last_step(), None);
     estimator.slice(0, 10, 10);
     estimator.slice(20, 30, 30);
@@ -297,7 +297,7 @@ proptest! {
     /// of slices (behavior P9).
     #[test]
     fn p9_always_active_is_exact(slices in prop::collection::vec((1u64..1_000_000, 0u64..1_000_000), 1..50)) {
-        let (mut estimator, mut at, mut total) = (Estimator::new(), 0, 0);
+        let (mut estimator, mut at, mut total) = (CountEstimator::new(), 0, 0);
         for (length, count) in slices {
             estimator.slice(at, at + length, count);
             at += length;
@@ -313,7 +313,7 @@ proptest! {
         slices in prop::collection::vec((0u64..1 << 40, 0u64..1 << 40, 0u64..1 << 50), 0..50),
         tail in 0u64..1 << 40,
     ) {
-        let (mut estimator, mut at) = (Estimator::new(), 0);
+        let (mut estimator, mut at) = (CountEstimator::new(), 0);
         for (gap, length, count) in slices {
             estimator.slice(at + gap, at + gap + length, count);
             at += gap + length;
@@ -340,7 +340,7 @@ proptest! {
     /// Slices that overlap or are out of order do not corrupt the estimate.
     #[test]
     fn overlapping_slices_are_clipped(slices in prop::collection::vec((0u64..1_000, 0u64..1_000, 0u64..1_000), 0..50)) {
-        let mut estimator = Estimator::new();
+        let mut estimator = CountEstimator::new();
         for (from, length, count) in slices {
             estimator.slice(from, from + length, count);
         }

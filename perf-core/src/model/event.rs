@@ -6,8 +6,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use crate::attr::{Attr, SampleType};
-use crate::model::failure::EventFailure;
-use crate::model::keys::{GroupKey, Key, PoolId};
+use crate::model::failure::PinnedEventFailure;
+use crate::model::keys::{Key, MuxGroupKey, PoolId};
 use crate::model::lists::ListPositions;
 use crate::model::output::Output;
 use crate::model::slices::Slices;
@@ -87,7 +87,7 @@ pub(crate) struct Event {
     /// Parent of an inherited event. The parent has no parent of its own.
     pub parent: Option<Arc<EventShared>>,
     /// Group that contains the event.
-    pub group: GroupKey,
+    pub group: MuxGroupKey,
     /// Slot pool of a hardware event, or `None` for an event that needs no slot.
     pub pool: Option<PoolId>,
     /// Counters of the slot pool that can hold the event.
@@ -107,7 +107,7 @@ pub(crate) struct Event {
     /// Driver count at the last read of the driver event.
     raw: u64,
     /// Reason and time of the failure, if the event is in the error state.
-    pub failure: Option<EventFailure>,
+    pub failure: Option<PinnedEventFailure>,
     /// Context time at which the event was last scheduled in, in nanoseconds.
     pub on_since_ns: u64,
     /// `true` if the driver event is stopped and `raw` is its final count, so that the driver need
@@ -136,7 +136,7 @@ impl Event {
         Self {
             shared,
             parent,
-            group: GroupKey::new(usize::MAX),
+            group: MuxGroupKey::new(usize::MAX),
             pool,
             fits: fits.unwrap_or_default(),
             source,

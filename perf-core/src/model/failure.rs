@@ -8,7 +8,7 @@ use crate::pmu::PmuError;
 /// Reason why a pinned event is in the error state.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
-pub enum EventFailureCause {
+pub enum PinnedEventFailureCause {
     /// Other events of the core hold all slots that can hold the event.
     NoSlot,
     /// Other users of the host hold all counters that can hold the event.
@@ -19,7 +19,7 @@ pub enum EventFailureCause {
     Refused(i32),
 }
 
-impl EventFailureCause {
+impl PinnedEventFailureCause {
     pub(crate) fn of(error: &PmuError) -> Self {
         match error {
             PmuError::Busy => Self::Busy,
@@ -28,7 +28,7 @@ impl EventFailureCause {
     }
 }
 
-impl fmt::Display for EventFailureCause {
+impl fmt::Display for PinnedEventFailureCause {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::NoSlot => {
@@ -43,10 +43,10 @@ impl fmt::Display for EventFailureCause {
 
 /// Reason and time of the failure of a pinned event that is in the error state.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct EventFailure {
+pub struct PinnedEventFailure {
     /// Context time since which the event has not counted, in nanoseconds
-    /// ([`crate::VcpuContext::time_ns`]).
+    /// ([`crate::VcpuEventContext::time_ns`]).
     pub since_ns: u64,
     /// Reason why the event failed.
-    pub cause: EventFailureCause,
+    pub cause: PinnedEventFailureCause,
 }

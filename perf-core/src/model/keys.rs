@@ -8,7 +8,7 @@ use std::ops::{Index, IndexMut};
 use slab::Slab;
 
 /// Key of a group in a context.
-pub(crate) use crate::mux::GroupKey;
+pub(crate) use crate::mux::MuxGroupKey;
 
 /// An index into a [`Table`] with the type of the indexed object.
 pub(crate) trait Key: Copy {
@@ -44,7 +44,7 @@ keys! {
     PoolId;
 }
 
-impl Key for GroupKey {
+impl Key for MuxGroupKey {
     fn new(index: usize) -> Self {
         index.into()
     }

@@ -1,7 +1,7 @@
 //! Registers of a vCPU at the time of an event.
 
 use crate::attr::{Attr, STACK_USER_MAX, SampleType};
-use crate::branch::{BranchEntry, BranchSampling};
+use crate::branch::{BranchEntry, BranchStackConfig};
 use crate::record::{CpuMode, UserRegsAndStack};
 
 /// Maximum number of entries of a call chain, equal to the kernel's default.
@@ -26,7 +26,7 @@ pub trait SampleRegs {
     }
     /// Appends the branches of `BRANCH_STACK` samples to `out`, newest first. Returns `false` if
     /// the branches are not known yet. The sample then waits until overflows are serviced again.
-    fn branches(&mut self, _request: BranchSampling, _out: &mut Vec<BranchEntry>) -> bool {
+    fn branches(&mut self, _request: BranchStackConfig, _out: &mut Vec<BranchEntry>) -> bool {
         true
     }
     /// Returns the raw data for `RAW` samples (in Perfvisor, CR3 and other VMM data). The core
@@ -77,7 +77,7 @@ pub(crate) struct RegsRequest {
     /// Maximum number of user stack bytes that a sample contains.
     pub stack_bytes: u32,
     /// Parameters of the branch stack, or `None` if no sample contains one.
-    pub branches: Option<BranchSampling>,
+    pub branches: Option<BranchStackConfig>,
     /// `true` if the samples need not wait until the branches are known.
     pub without_branches: bool,
 }
@@ -106,7 +106,7 @@ impl RegsRequest {
         }
     }
 
-    fn join_branches(&mut self, other: BranchSampling) {
+    fn join_branches(&mut self, other: BranchStackConfig) {
         self.branches = Some(self.branches.map_or(other, |branches| branches.join(other)));
     }
 
@@ -130,7 +130,7 @@ pub(crate) struct RegsCache {
     addr: Option<u64>,
     chain: Option<([u64; CALLCHAIN_MAX], usize)>,
     /// Parameters and result of the last [`SampleRegs::branches`] call.
-    branches: Option<(BranchSampling, bool)>,
+    branches: Option<(BranchStackConfig, bool)>,
     branch_entries: Vec<BranchEntry>,
 }
 
@@ -212,7 +212,7 @@ pub(crate) struct SampledRegs<'a> {
 impl<'a> SampledRegs<'a> {
     /// Writes the branch stack of a sample of one event to `words`, which must be empty.
     pub fn branches_for(&self, attr: &Attr, words: &mut Vec<u64>) {
-        let BranchSampling { filter, depth, .. } = attr.branches;
+        let BranchStackConfig { filter, depth, .. } = attr.branches;
         let branches = self.branches.unwrap_or_default().iter();
         let selected = branches.filter(|branch| filter.contains_branch(branch));
         words.extend(

@@ -1,18 +1,18 @@
-//! Time slices of multiplexed events, as input of an [`Estimator`], and sums of estimates over a
-//! family.
+//! Time slices of multiplexed events, as input of an [`CountEstimator`], and sums of estimates over
+//! a family.
 //!
 //! A slice starts when the event is scheduled in and ends when another event replaces it. Slices
 //! are measured in time enabled, which stops while the vCPU is paused. A pause in which no other
 //! event uses the slot therefore does not end the slice.
 
-use crate::estimate::{Estimate, Estimator};
+use crate::estimate::{CountEstimator, Estimate};
 use crate::model::state::EventState;
 use crate::model::totals::Totals;
 
 /// The time slices of one multiplexed event, and the estimator to which they are added.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Slices {
-    estimator: Estimator,
+    estimator: CountEstimator,
     /// Time enabled (in nanoseconds) and count at the start of the current slice, or `None` between
     /// slices.
     open: Option<(u64, u64)>,
@@ -67,7 +67,7 @@ impl Slices {
     /// Discards all slices after the event's count was set to `count`.
     pub fn reset(&mut self, enabled_ns: u64, state: EventState, count: u64) {
         *self = Self {
-            estimator: Estimator::new(),
+            estimator: CountEstimator::new(),
             open: (state == EventState::Active).then_some((enabled_ns, count)),
             off_ns: enabled_ns,
             origin_ns: enabled_ns,
@@ -75,13 +75,13 @@ impl Slices {
     }
 
     /// Returns the change of the event's rate between its last two slices
-    /// ([`Estimator::last_step`]).
+    /// ([`CountEstimator::last_step`]).
     pub fn last_step(&self) -> Option<f64> {
         self.estimator.last_step()
     }
 
     /// Returns `true` if a periodic guest pattern aliases with the slices
-    /// ([`Estimator::detects_aliasing`]).
+    /// ([`CountEstimator::detects_aliasing`]).
     pub fn detects_aliasing(&self) -> bool {
         self.estimator.detects_aliasing()
     }

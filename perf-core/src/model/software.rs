@@ -1,8 +1,8 @@
 //! Software events that the VMM observes on a vCPU.
 //!
-//! The VMM raises them with [`crate::VcpuContext::software_event`]. An event that is not counted
-//! costs one atomic load. Events are delivered to the VM context first and to the vCPU context
-//! second.
+//! The VMM raises them with [`crate::VcpuEventContext::software_event`]. An event that is not
+//! counted costs one atomic load. Events are delivered to the VM context first and to the vCPU
+//! context second.
 //!
 //! # Levels
 //!
@@ -79,7 +79,7 @@ impl SoftwareEventId {
 /// Execution level of the code that raises a software event. Each level can interrupt the previous
 /// ones.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
-pub enum SoftwareEventLevel {
+pub enum RecursionContext {
     /// The run loop and exit handlers of the vCPU.
     #[default]
     Thread,
@@ -125,7 +125,7 @@ impl DeferredEvents {
 }
 
 thread_local! {
-    /// Levels ([`SoftwareEventLevel`]) at which this thread is handling software events, one bit
+    /// Levels ([`RecursionContext`]) at which this thread is handling software events, one bit
     /// per level. Constant-initialized, so that signal handlers can access it.
     static BUSY: Cell<u8> = const { Cell::new(0) };
 }
@@ -137,7 +137,7 @@ pub(crate) struct LevelGuard {
 }
 
 impl LevelGuard {
-    pub fn enter(level: SoftwareEventLevel) -> Option<Self> {
+    pub fn enter(level: RecursionContext) -> Option<Self> {
         let bit = 1u8 << level as u8;
         BUSY.with(|busy| {
             let before = busy.get();

@@ -1,14 +1,14 @@
 //! Context time, and the event times derived from it.
 
 use crate::model::state::EventState;
-use crate::time::TimeTotals;
+use crate::time::EventTimeTotals;
 
 /// Time of a context, which advances only while the context is scheduled in.
 ///
-/// For a vCPU context this is the time of the core clock between [`crate::VcpuContext::sched_in`]
-/// and [`crate::VcpuContext::sched_out`]. The VM context is always scheduled in. Context time
-/// includes periods in which the vCPU's thread waits for a CPU or the guest is halted, if the core
-/// clock advances in these periods.
+/// For a vCPU context this is the time of the core clock between
+/// [`crate::VcpuEventContext::sched_in`] and [`crate::VcpuEventContext::sched_out`]. The VM context
+/// is always scheduled in. Context time includes periods in which the vCPU's thread waits for a CPU
+/// or the guest is halted, if the core clock advances in these periods.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct ContextClock {
     /// Context time at clock value `stamp_ns`, in nanoseconds.
@@ -66,7 +66,7 @@ impl ContextClock {
 /// update. `stopped` is valid only while the event is inactive.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct EventTimes {
-    total: TimeTotals,
+    total: EventTimeTotals,
     enabled_stamp: u64,
     running_stamp: u64,
     stopped_stamp: u64,
@@ -76,7 +76,7 @@ impl EventTimes {
     /// Creates the times of an event that is added to a context at context time `time`.
     pub fn attach(time: u64) -> Self {
         Self {
-            total: TimeTotals::default(),
+            total: EventTimeTotals::default(),
             enabled_stamp: time,
             running_stamp: time,
             stopped_stamp: time,
@@ -105,7 +105,7 @@ impl EventTimes {
 
     /// Computes the times of the event. `leader` is the state of the group leader, because the
     /// times of a member do not advance while its leader is off.
-    pub fn at(&self, state: EventState, leader: EventState, time: u64) -> TimeTotals {
+    pub fn at(&self, state: EventState, leader: EventState, time: u64) -> EventTimeTotals {
         if state < EventState::Inactive || leader < EventState::Inactive {
             return self.total;
         }
@@ -114,7 +114,7 @@ impl EventTimes {
         } else {
             time
         };
-        TimeTotals {
+        EventTimeTotals {
             enabled_ns: time.wrapping_sub(self.enabled_stamp),
             running_ns: end.wrapping_sub(self.running_stamp),
         }
@@ -128,7 +128,7 @@ impl EventTimes {
 
     /// Sets the accumulated times, in any state of the event. Adjusts the timestamps too, because
     /// the times of an enabled event are computed from them.
-    pub fn set(&mut self, times: TimeTotals, time: u64) {
+    pub fn set(&mut self, times: EventTimeTotals, time: u64) {
         self.total = times;
         self.enable(time);
     }
@@ -172,7 +172,7 @@ mod tests {
         let on = EventState::Inactive;
         assert_eq!(
             times.at(EventState::Inactive, on, 30),
-            TimeTotals {
+            EventTimeTotals {
                 enabled_ns: 20,
                 running_ns: 0
             }
@@ -180,7 +180,7 @@ mod tests {
         times.go_on(30);
         assert_eq!(
             times.at(EventState::Active, on, 35),
-            TimeTotals {
+            EventTimeTotals {
                 enabled_ns: 25,
                 running_ns: 5
             }
@@ -188,7 +188,7 @@ mod tests {
         times.sched_out(40);
         assert_eq!(
             times.at(EventState::Inactive, on, 50),
-            TimeTotals {
+            EventTimeTotals {
                 enabled_ns: 40,
                 running_ns: 10
             }
@@ -196,14 +196,14 @@ mod tests {
         times.settle(EventState::Inactive, on, 50);
         assert_eq!(
             times.at(EventState::Off, on, 99),
-            TimeTotals {
+            EventTimeTotals {
                 enabled_ns: 40,
                 running_ns: 10
             }
         );
         assert_eq!(
             times.at(EventState::Inactive, EventState::Off, 99),
-            TimeTotals {
+            EventTimeTotals {
                 enabled_ns: 40,
                 running_ns: 10
             }
@@ -211,7 +211,7 @@ mod tests {
         times.enable(100);
         assert_eq!(
             times.at(EventState::Inactive, on, 100),
-            TimeTotals {
+            EventTimeTotals {
                 enabled_ns: 40,
                 running_ns: 10
             }
@@ -219,7 +219,7 @@ mod tests {
         times.go_on(105);
         assert_eq!(
             times.at(EventState::Active, on, 107),
-            TimeTotals {
+            EventTimeTotals {
                 enabled_ns: 47,
                 running_ns: 12
             }
@@ -231,11 +231,11 @@ mod tests {
         fn set_times_survive_recomputation(time in 0u64..1000, on in 0u64..500, later in 0u64..100, enabled in 500u64..900, running in 0u64..500) {
             let mut times = EventTimes::attach(0);
             times.go_on(on.min(time));
-            let new = TimeTotals { enabled_ns: enabled, running_ns: running };
+            let new = EventTimeTotals { enabled_ns: enabled, running_ns: running };
             times.set(new, time);
             let at = |state| times.at(state, EventState::Inactive, time + later);
-            prop_assert_eq!(at(EventState::Active), TimeTotals { enabled_ns: enabled + later, running_ns: running + later });
-            prop_assert_eq!(at(EventState::Inactive), TimeTotals { enabled_ns: enabled + later, running_ns: running });
+            prop_assert_eq!(at(EventState::Active), EventTimeTotals { enabled_ns: enabled + later, running_ns: running + later });
+            prop_assert_eq!(at(EventState::Inactive), EventTimeTotals { enabled_ns: enabled + later, running_ns: running });
             prop_assert_eq!(at(EventState::Off), new);
         }
     }

@@ -2,7 +2,7 @@
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use crate::time::TimeTotals;
+use crate::time::EventTimeTotals;
 
 /// Sum of the totals of the exited children of an event. Can be read without a lock.
 #[derive(Debug, Default)]
@@ -16,7 +16,7 @@ impl ExitedTotals {
     pub fn load(&self) -> Totals {
         Totals {
             count: self.count.load(Ordering::Relaxed),
-            times: TimeTotals {
+            times: EventTimeTotals {
                 enabled_ns: self.enabled_ns.load(Ordering::Relaxed),
                 running_ns: self.running_ns.load(Ordering::Relaxed),
             },
@@ -34,7 +34,7 @@ impl ExitedTotals {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Totals {
     pub count: u64,
-    pub times: TimeTotals,
+    pub times: EventTimeTotals,
 }
 
 impl Totals {

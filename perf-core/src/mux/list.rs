@@ -1,7 +1,7 @@
 //! Doubly linked lists of multiplexed groups. The links are stored in the groups' entries in a
 //! table, so insertion and removal take constant time and do not allocate.
 
-use super::GroupKey;
+use super::MuxGroupKey;
 
 /// Link value that marks the end of a list.
 const NIL: u32 = u32::MAX;
@@ -11,12 +11,12 @@ const NIL: u32 = u32::MAX;
     clippy::cast_possible_truncation,
     reason = "the queue takes in keys of 32 bits only"
 )]
-fn short(key: GroupKey) -> u32 {
+fn short(key: MuxGroupKey) -> u32 {
     usize::from(key) as u32
 }
 
 /// Converts the 32-bit form of a link to a key, or to `None` at the end of the list.
-fn key(short: u32) -> Option<GroupKey> {
+fn key(short: u32) -> Option<MuxGroupKey> {
     (short != NIL).then(|| (short as usize).into())
 }
 
@@ -55,16 +55,16 @@ impl GroupList {
         self.len
     }
 
-    pub(super) fn front(&self) -> Option<GroupKey> {
+    pub(super) fn front(&self) -> Option<MuxGroupKey> {
         key(self.head)
     }
 
     pub(super) fn after<E>(
         &self,
         entries: &[E],
-        group: GroupKey,
+        group: MuxGroupKey,
         link: impl Fn(&E) -> &ListLink,
-    ) -> Option<GroupKey> {
+    ) -> Option<MuxGroupKey> {
         key(link(&entries[usize::from(group)]).next)
     }
 
@@ -72,7 +72,7 @@ impl GroupList {
     pub(super) fn push_back<E>(
         &mut self,
         entries: &mut [E],
-        group: GroupKey,
+        group: MuxGroupKey,
         link: impl Fn(&mut E) -> &mut ListLink,
     ) {
         *link(&mut entries[usize::from(group)]) = ListLink {
@@ -92,7 +92,7 @@ impl GroupList {
     pub(super) fn remove<E>(
         &mut self,
         entries: &mut [E],
-        group: GroupKey,
+        group: MuxGroupKey,
         link: impl Fn(&mut E) -> &mut ListLink,
     ) {
         let ListLink { prev, next } =

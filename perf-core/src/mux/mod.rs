@@ -21,19 +21,19 @@
 //! # Examples
 //!
 //! ```
-//! use perf_core::mux::{GroupKey, MuxPolicy, MuxQueue, SlotOffer};
+//! use perf_core::mux::{MuxGroupKey, MuxPolicy, MuxQueue, SlotOfferOutcome};
 //!
 //! let mut queue = MuxQueue::new(MuxPolicy::Adaptive, 4_000_000);
-//! let groups = [0, 1, 2_usize].map(GroupKey::from);
+//! let groups = [0, 1, 2_usize].map(MuxGroupKey::from);
 //! groups.into_iter().for_each(|group| queue.insert(group));
 //! // One slot, and every group needs one.
 //! let mut on = None;
 //! queue.fill(|group| match on {
 //!     None => {
 //!         on = Some(group);
-//!         SlotOffer::Taken
+//!         SlotOfferOutcome::Taken
 //!     }
-//!     Some(_) => SlotOffer::NoRoom,
+//!     Some(_) => SlotOfferOutcome::NoRoom,
 //! });
 //! assert_eq!(on, Some(groups[0]));
 //! // When the turn is over a group leaves, the slots are filled anew, and the queue is told how
@@ -48,20 +48,20 @@ mod list;
 mod queue;
 
 pub(crate) use queue::base_interval_ns;
-pub use queue::{MuxQueue, SlotOffer};
+pub use queue::{MuxQueue, SlotOfferOutcome};
 
 /// Key of a group in a [`MuxQueue`]: a small number chosen by the caller, such as a slab key.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub struct GroupKey(usize);
+pub struct MuxGroupKey(usize);
 
-impl From<usize> for GroupKey {
+impl From<usize> for MuxGroupKey {
     fn from(number: usize) -> Self {
         Self(number)
     }
 }
 
-impl From<GroupKey> for usize {
-    fn from(key: GroupKey) -> Self {
+impl From<MuxGroupKey> for usize {
+    fn from(key: MuxGroupKey) -> Self {
         key.0
     }
 }

@@ -1,7 +1,7 @@
 //! [`MuxQueue`]: the multiplexing queue of the flexible groups of one context.
 
 use super::list::{GroupList, ListLink};
-use super::{GroupKey, MuxPolicy};
+use super::{MuxGroupKey, MuxPolicy};
 
 /// Maximum number of groups that one search for the next group skips: exclusive groups that
 /// conflict with active groups, or groups with steady rates that yield their turns.
@@ -114,7 +114,7 @@ impl IntervalCount {
 
 /// Result of offering a slot to a group.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum SlotOffer {
+pub enum SlotOfferOutcome {
     /// The group fits and was scheduled.
     Taken,
     /// The group does not fit. The group stays at the head of the queue, and no other group may
@@ -204,7 +204,7 @@ enum Phase {
 
 /// A queue that multiplexes the flexible groups of one context.
 ///
-/// Memory use is proportional to the largest [`GroupKey`].
+/// Memory use is proportional to the largest [`MuxGroupKey`].
 #[derive(Debug, Default)]
 pub struct MuxQueue {
     policy: MuxPolicy,
@@ -216,7 +216,7 @@ pub struct MuxQueue {
     /// Waiting groups, in the order in which they started to wait.
     waiting: GroupList,
     /// Group that did not fit into the free slots. No other group is scheduled before this one.
-    held: Option<GroupKey>,
+    held: Option<MuxGroupKey>,
     /// End of the current interval, on the caller's clock in nanoseconds, or 0 if there is none.
     next_turn_ns: u64,
     pace: IntervalIndex,
@@ -276,7 +276,7 @@ impl MuxQueue {
     }
 
     /// Appends group `key` to the queue. Has no effect if the group is already present.
-    pub fn insert(&mut self, key: GroupKey) {
+    pub fn insert(&mut self, key: MuxGroupKey) {
         let at = usize::from(key);
         if u32::try_from(at).is_err() {
             return;
@@ -296,7 +296,7 @@ impl MuxQueue {
     }
 
     /// Removes group `key`, active or waiting. Has no effect if the group is not present.
-    pub fn remove(&mut self, key: GroupKey) {
+    pub fn remove(&mut self, key: MuxGroupKey) {
         let Some(place) = self.entries.get(usize::from(key)).map(|e| e.place) else {
             return;
         };
@@ -309,19 +309,19 @@ impl MuxQueue {
         self.entries[usize::from(key)] = QueueEntry::ABSENT;
     }
 
-    fn wait(&mut self, key: GroupKey) {
+    fn wait(&mut self, key: MuxGroupKey) {
         self.entries[usize::from(key)].place = QueueState::Waiting;
         self.waiting.push_back(&mut self.entries, key, |e| &mut e.age);
     }
 
-    fn unwait(&mut self, key: GroupKey) {
+    fn unwait(&mut self, key: MuxGroupKey) {
         self.waiting.remove(&mut self.entries, key, |e| &mut e.age);
         if self.held == Some(key) {
             self.held = None;
         }
     }
 
-    fn trust(&mut self, key: GroupKey, trust: Confidence) {
+    fn trust(&mut self, key: MuxGroupKey, trust: Confidence) {
         let entry = &mut self.entries[usize::from(key)];
         if entry.era == self.era {
             self.suspects -= usize::from(entry.trust == Confidence::Suspect);
@@ -332,13 +332,13 @@ impl MuxQueue {
 
     /// Reports the result of the last slice of group `key`. `step` is the change of the group's
     /// rate since the previous slice, relative to the mean rate
-    /// ([`crate::estimate::Estimator::last_step`]; for several members the largest change), or
+    /// ([`crate::estimate::CountEstimator::last_step`]; for several members the largest change), or
     /// `None` if the change is not known yet.
     #[expect(
         clippy::cast_possible_truncation,
         reason = "a step of a rate is a rough number"
     )]
-    pub fn slice_ended(&mut self, key: GroupKey, step: Option<f64>) {
+    pub fn slice_ended(&mut self, key: MuxGroupKey, step: Option<f64>) {
         let Some(entry) = self.entries.get_mut(usize::from(key)) else {
             return;
         };
@@ -380,7 +380,7 @@ impl MuxQueue {
         clippy::cast_possible_truncation,
         reason = "a step of a rate is a rough number"
     )]
-    fn regular(&mut self, key: GroupKey, step: f64) {
+    fn regular(&mut self, key: MuxGroupKey, step: f64) {
         let square = (step * step).min(SQUARE_MAX) as f32;
         let entry = &mut self.entries[usize::from(key)];
         entry.known = entry.known.saturating_add(1);
@@ -395,7 +395,7 @@ impl MuxQueue {
     /// Evaluates the rate change `step` of group `key` across a phase shift. The rate of a group
     /// changes considerably only if a guest pattern aliases with the intervals, because the slices
     /// after the shift see a different phase of the pattern.
-    fn shifted(&mut self, key: GroupKey, step: f64) {
+    fn shifted(&mut self, key: MuxGroupKey, step: f64) {
         let entry = &mut self.entries[usize::from(key)];
         if entry.trust != Confidence::Suspect {
             return;
@@ -423,7 +423,7 @@ impl MuxQueue {
     /// Ends the interval if it is due at `now_ns`. Moves the group that has been active longest to
     /// the waiting list and schedules the next interval. Returns the moved group, or `None` if no
     /// interval ended or no group waits. The caller then refills the slots.
-    pub fn turn(&mut self, now_ns: u64) -> Option<GroupKey> {
+    pub fn turn(&mut self, now_ns: u64) -> Option<MuxGroupKey> {
         if self.waiting.len() == 0 || now_ns < self.next_turn_ns {
             return None;
         }
@@ -443,18 +443,18 @@ impl MuxQueue {
 
     /// Returns `true` if group `key` is active.
     #[cfg(test)]
-    pub(crate) fn is_active(&self, key: GroupKey) -> bool {
+    pub(crate) fn is_active(&self, key: MuxGroupKey) -> bool {
         let entry = self.entries.get(usize::from(key));
         entry.is_some_and(|entry| entry.place == QueueState::On)
     }
 
     /// Selects a group to read in the middle of its slice
-    /// ([`crate::estimate::Estimator::mid_slice`]). In a quarter of the intervals, returns an
+    /// ([`crate::estimate::CountEstimator::mid_slice`]). In a quarter of the intervals, returns an
     /// active group that is about halfway through its slice. All groups are selected equally often.
     /// Returns `None` if slices are one interval long and have no middle.
     ///
     /// Call this method between [`MuxQueue::turn`] and [`MuxQueue::fill`].
-    pub fn mid_slice(&mut self) -> Option<GroupKey> {
+    pub fn mid_slice(&mut self) -> Option<MuxGroupKey> {
         // Steps of the golden ratio select groups evenly, whatever the number of groups.
         self.draw = self.draw.wrapping_add(0x9e37_79b9);
         if self.draw >= 1 << 30 {
@@ -468,9 +468,9 @@ impl MuxQueue {
     }
 
     /// Records a pattern that aliases with the slices of some group
-    /// ([`crate::estimate::Estimator::detects_aliasing`]). Groups with apparently steady rates may
-    /// have the same pattern, because all their slices see the same phase of it. Call this method
-    /// at the end of a slice.
+    /// ([`crate::estimate::CountEstimator::detects_aliasing`]). Groups with apparently steady rates
+    /// may have the same pattern, because all their slices see the same phase of it. Call this
+    /// method at the end of a slice.
     pub fn record_aliasing(&mut self) {
         self.aliased_at = Some(self.turns);
     }
@@ -545,11 +545,11 @@ impl MuxQueue {
     /// Fills the slots. Offers active groups their slots again in the order in which they became
     /// active, then offers free slots to waiting groups until one does not fit. An active group
     /// that does not take its offer returns to the waiting list.
-    pub fn fill(&mut self, mut offer: impl FnMut(GroupKey) -> SlotOffer) {
+    pub fn fill(&mut self, mut offer: impl FnMut(MuxGroupKey) -> SlotOfferOutcome) {
         let mut next = self.on.front();
         while let Some(key) = next {
             next = self.on.after(&self.entries, key, |e| &e.age);
-            if offer(key) != SlotOffer::Taken {
+            if offer(key) != SlotOfferOutcome::Taken {
                 self.on.remove(&mut self.entries, key, |e| &mut e.age);
                 self.wait(key);
             }
@@ -560,23 +560,23 @@ impl MuxQueue {
                 break;
             };
             match offer(key) {
-                SlotOffer::Taken => {
+                SlotOfferOutcome::Taken => {
                     self.unwait(key);
                     self.entries[usize::from(key)].place = QueueState::On;
                     self.on.push_back(&mut self.entries, key, |e| &mut e.age);
                 }
-                SlotOffer::NoRoom => {
+                SlotOfferOutcome::NoRoom => {
                     self.held = Some(key);
                     room = false;
                 }
-                SlotOffer::NotNow => skipped += 1,
+                SlotOfferOutcome::NotNow => skipped += 1,
             }
         }
     }
 
     /// Returns the next group to which a slot is offered. Skips `skip` groups that conflict with
     /// active groups.
-    fn pick(&mut self, skip: usize) -> Option<GroupKey> {
+    fn pick(&mut self, skip: usize) -> Option<MuxGroupKey> {
         if skip > 0 {
             let mut key = self.waiting.front()?;
             for _ in 1..skip {

@@ -1,8 +1,8 @@
 //! The `kvm` driver: events that read KVM's binary statistics.
 //!
 //! KVM provides one statistics file descriptor per VM and one per vCPU (`KVM_GET_STATS_FD`, Linux
-//! 5.14). The VMM passes them in as [`StatsFile`]s; this module needs no other KVM interface. The
-//! layout is self-describing: a header, a table of named descriptors, and the values (Linux,
+//! 5.14). The VMM passes them in as [`KvmStatsFile`]s; this module needs no other KVM interface.
+//! The layout is self-describing: a header, a table of named descriptors, and the values (Linux,
 //! Documentation/virt/kvm/api.rst, "KVM_GET_STATS_FD").
 //!
 //! The set of statistics depends on the host kernel, so an event's `config` is valid only for the
@@ -21,7 +21,7 @@
 //! vCPUs, including vCPUs that are added later, and is a package count too. The values of package
 //! counts are read on request, so they are never stale.
 //!
-//! Only cumulative scalars can be events. [`StatsFile::descriptors`] also lists instantaneous
+//! Only cumulative scalars can be events. [`KvmStatsFile::descriptors`] also lists instantaneous
 //! values, peaks and histograms, which cannot be counted. KVM statistics never overflow.
 
 use std::collections::BTreeMap;
@@ -33,7 +33,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use crate::attr::{Attr, EventType};
 use crate::pmu::spans::Spans;
-use crate::pmu::{Pmu, PmuCapacity, PmuError, PmuEvent, PmuTarget, VcpuId};
+use crate::pmu::{Pmu, PmuCapacity, PmuError, PmuEvent, PmuEventTarget, VcpuId};
 
 /// Bit of `config` that selects a statistic of the VM instead of a vCPU.
 pub const VM_SCOPE: u64 = 1 << 32;
@@ -48,7 +48,7 @@ const MAX_DESCRIPTORS: u32 = 4096;
 
 /// An error that occurred while reading or parsing a statistics file of KVM.
 #[derive(Debug, thiserror::Error)]
-pub enum StatsError {
+pub enum KvmStatsError {
     /// The statistics file could not be read.
     #[error("reading KVM statistics failed")]
     Read(#[source] io::Error),
@@ -60,7 +60,7 @@ pub enum StatsError {
 /// The type of a KVM statistic.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
-pub enum StatKind {
+pub enum KvmStatKind {
     /// A count that never decreases.
     Cumulative,
     /// A value that may increase and decrease.
@@ -78,7 +78,7 @@ pub enum StatKind {
 /// The unit of a KVM statistic, before its exponent is applied.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
-pub enum StatUnit {
+pub enum KvmStatUnit {
     /// A plain number.
     None,
     /// A number of bytes.
@@ -95,13 +95,13 @@ pub enum StatUnit {
 
 /// The description of one KVM statistic.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct StatDescriptor {
+pub struct KvmStatDescriptor {
     /// Name of the statistic in KVM.
     pub name: String,
     /// Type of the statistic.
-    pub kind: StatKind,
+    pub kind: KvmStatKind,
     /// Unit of the statistic's values.
-    pub unit: StatUnit,
+    pub unit: KvmStatUnit,
     /// Base of the unit's exponent, 10 or 2.
     pub base: u8,
     /// Exponent of the unit: a value times `base` to the power of `exponent` is in units of `unit`.
@@ -112,30 +112,30 @@ pub struct StatDescriptor {
     offset: u64,
 }
 
-impl StatDescriptor {
+impl KvmStatDescriptor {
     /// Returns `true` if an event can count the statistic, that is, if it is a single cumulative
     /// value.
     #[must_use]
     pub fn countable(&self) -> bool {
-        self.kind == StatKind::Cumulative && self.values == 1
+        self.kind == KvmStatKind::Cumulative && self.values == 1
     }
 }
 
 /// An open statistics file of KVM, with its parsed descriptors.
 #[derive(Debug)]
-pub struct StatsFile {
+pub struct KvmStatsFile {
     file: File,
-    table: Vec<StatDescriptor>,
+    table: Vec<KvmStatDescriptor>,
 }
 
-impl StatsFile {
+impl KvmStatsFile {
     /// Takes ownership of a file descriptor that `KVM_GET_STATS_FD` returned, and parses the
     /// descriptors.
     ///
     /// # Errors
-    /// Returns [`StatsError::Read`] if the file cannot be read and [`StatsError::Malformed`] if its
-    /// content is not a statistics layout.
-    pub fn new(fd: OwnedFd) -> Result<Self, StatsError> {
+    /// Returns [`KvmStatsError::Read`] if the file cannot be read and [`KvmStatsError::Malformed`]
+    /// if its content is not a statistics layout.
+    pub fn new(fd: OwnedFd) -> Result<Self, KvmStatsError> {
         let file = File::from(fd);
         let table = parse(|buf, at| file.read_exact_at(buf, at))?;
         Ok(Self { file, table })
@@ -143,23 +143,23 @@ impl StatsFile {
 
     /// Returns the descriptors of all statistics, in KVM's order.
     #[must_use]
-    pub fn descriptors(&self) -> &[StatDescriptor] {
+    pub fn descriptors(&self) -> &[KvmStatDescriptor] {
         &self.table
     }
 
     /// Reads the first value of the statistic with index `index`.
     ///
     /// # Errors
-    /// Returns a [`StatsError`] if there is no such statistic or the value cannot be read.
-    pub fn value(&self, index: usize) -> Result<u64, StatsError> {
+    /// Returns a [`KvmStatsError`] if there is no such statistic or the value cannot be read.
+    pub fn value(&self, index: usize) -> Result<u64, KvmStatsError> {
         let desc = self
             .table
             .get(index)
-            .ok_or(StatsError::Malformed("no such statistic"))?;
+            .ok_or(KvmStatsError::Malformed("no such statistic"))?;
         let mut bytes = [0; 8];
         self.file
             .read_exact_at(&mut bytes, desc.offset)
-            .map_err(StatsError::Read)?;
+            .map_err(KvmStatsError::Read)?;
         Ok(u64::from_ne_bytes(bytes))
     }
 
@@ -172,22 +172,22 @@ impl StatsFile {
 /// offset.
 fn parse(
     mut read_at: impl FnMut(&mut [u8], u64) -> io::Result<()>,
-) -> Result<Vec<StatDescriptor>, StatsError> {
+) -> Result<Vec<KvmStatDescriptor>, KvmStatsError> {
     let mut header = [0; HEADER_LEN];
-    read_at(&mut header, 0).map_err(StatsError::Read)?;
+    read_at(&mut header, 0).map_err(KvmStatsError::Read)?;
     let [_flags, name_len, count, _id_at, desc_at, data_at] =
         [0, 4, 8, 12, 16, 20].map(|at| u32_at(&header, at));
     if name_len == 0 || name_len > MAX_NAME_LEN {
-        return Err(StatsError::Malformed("length of names"));
+        return Err(KvmStatsError::Malformed("length of names"));
     }
     if count > MAX_DESCRIPTORS {
-        return Err(StatsError::Malformed("number of statistics"));
+        return Err(KvmStatsError::Malformed("number of statistics"));
     }
     let stride = DESC_LEN + name_len as usize;
     // Reads the whole table at once, because two files with some fifty descriptors each are parsed
     // at VM start.
     let mut bytes = vec![0; stride * count as usize];
-    read_at(&mut bytes, u64::from(desc_at)).map_err(StatsError::Read)?;
+    read_at(&mut bytes, u64::from(desc_at)).map_err(KvmStatsError::Read)?;
     bytes
         .chunks_exact(stride)
         .map(|descriptor| parse_descriptor(descriptor, data_at))
@@ -195,35 +195,35 @@ fn parse(
 }
 
 #[expect(clippy::cast_possible_truncation, reason = "the field has four bits")]
-fn parse_descriptor(bytes: &[u8], data_at: u32) -> Result<StatDescriptor, StatsError> {
+fn parse_descriptor(bytes: &[u8], data_at: u32) -> Result<KvmStatDescriptor, KvmStatsError> {
     let flags = u32_at(bytes, 0);
     let values = u16::from_ne_bytes([bytes[6], bytes[7]]);
     let offset = u64::from(data_at) + u64::from(u32_at(bytes, 8));
     if values == 0 {
-        return Err(StatsError::Malformed("a statistic without values"));
+        return Err(KvmStatsError::Malformed("a statistic without values"));
     }
     let name = bytes[DESC_LEN..].split(|&b| b == 0).next().unwrap_or(&[]);
     let name = std::str::from_utf8(name)
         .ok()
         .filter(|n| !n.is_empty() && n.bytes().all(|b| b.is_ascii_graphic()))
-        .ok_or(StatsError::Malformed("name of a statistic"))?;
-    Ok(StatDescriptor {
+        .ok_or(KvmStatsError::Malformed("name of a statistic"))?;
+    Ok(KvmStatDescriptor {
         name: name.to_owned(),
         kind: match flags & 0xf {
-            0 => StatKind::Cumulative,
-            1 => StatKind::Instant,
-            2 => StatKind::Peak,
-            3 => StatKind::LinearHistogram,
-            4 => StatKind::LogHistogram,
-            other => StatKind::Unknown(other as u8),
+            0 => KvmStatKind::Cumulative,
+            1 => KvmStatKind::Instant,
+            2 => KvmStatKind::Peak,
+            3 => KvmStatKind::LinearHistogram,
+            4 => KvmStatKind::LogHistogram,
+            other => KvmStatKind::Unknown(other as u8),
         },
         unit: match (flags >> 4) & 0xf {
-            0 => StatUnit::None,
-            1 => StatUnit::Bytes,
-            2 => StatUnit::Seconds,
-            3 => StatUnit::Cycles,
-            4 => StatUnit::Boolean,
-            other => StatUnit::Unknown(other as u8),
+            0 => KvmStatUnit::None,
+            1 => KvmStatUnit::Bytes,
+            2 => KvmStatUnit::Seconds,
+            3 => KvmStatUnit::Cycles,
+            4 => KvmStatUnit::Boolean,
+            other => KvmStatUnit::Unknown(other as u8),
         },
         base: if (flags >> 8) & 0xf == 1 { 2 } else { 10 },
         exponent: i16::from_ne_bytes([bytes[4], bytes[5]]),
@@ -238,21 +238,21 @@ fn u32_at(bytes: &[u8], at: usize) -> u32 {
 
 /// A KVM statistic that can be opened as an event.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct KvmEvent {
+pub struct KvmStatEvent {
     /// Event name: `NAME` for a vCPU statistic, `vm:NAME` for a VM statistic.
     pub name: String,
     /// Value of `config` for the event.
     pub config: u64,
     /// Description of the statistic that the event counts.
-    pub descriptor: StatDescriptor,
+    pub descriptor: KvmStatDescriptor,
 }
 
-type VcpuStatsFiles = Arc<Mutex<BTreeMap<VcpuId, Arc<StatsFile>>>>;
+type VcpuStatsFiles = Arc<Mutex<BTreeMap<VcpuId, Arc<KvmStatsFile>>>>;
 
 /// The `kvm` driver of one VM.
 #[derive(Debug)]
 pub struct KvmPmu {
-    vm: Option<Arc<StatsFile>>,
+    vm: Option<Arc<KvmStatsFile>>,
     vcpus: VcpuStatsFiles,
 }
 
@@ -260,7 +260,7 @@ impl KvmPmu {
     /// Creates a driver. `vm` contains the statistics of the VM, or `None` if the host does not
     /// provide statistics.
     #[must_use]
-    pub fn new(vm: Option<StatsFile>) -> Self {
+    pub fn new(vm: Option<KvmStatsFile>) -> Self {
         Self {
             vm: vm.map(Arc::new),
             vcpus: VcpuStatsFiles::default(),
@@ -268,7 +268,7 @@ impl KvmPmu {
     }
 
     /// Registers `stats` as the statistics of `vcpu`.
-    pub fn add_vcpu(&self, vcpu: VcpuId, stats: StatsFile) {
+    pub fn add_vcpu(&self, vcpu: VcpuId, stats: KvmStatsFile) {
         lock(&self.vcpus).insert(vcpu, Arc::new(stats));
     }
 
@@ -290,15 +290,15 @@ impl KvmPmu {
 
     /// Returns all events of this driver, vCPU statistics first.
     #[must_use]
-    pub fn events(&self) -> Vec<KvmEvent> {
+    pub fn events(&self) -> Vec<KvmStatEvent> {
         let vcpu = lock(&self.vcpus).values().next().cloned();
-        let list = |stats: Option<&StatsFile>, prefix: &str, scope: u64| -> Vec<KvmEvent> {
+        let list = |stats: Option<&KvmStatsFile>, prefix: &str, scope: u64| -> Vec<KvmStatEvent> {
             stats
-                .map_or(&[][..], StatsFile::descriptors)
+                .map_or(&[][..], KvmStatsFile::descriptors)
                 .iter()
                 .enumerate()
                 .filter(|(_, d)| d.countable())
-                .map(|(i, d)| KvmEvent {
+                .map(|(i, d)| KvmStatEvent {
                     name: format!("{prefix}{}", d.name),
                     config: scope | i as u64,
                     descriptor: d.clone(),
@@ -312,8 +312,8 @@ impl KvmPmu {
 }
 
 fn lock(
-    vcpus: &Mutex<BTreeMap<VcpuId, Arc<StatsFile>>>,
-) -> std::sync::MutexGuard<'_, BTreeMap<VcpuId, Arc<StatsFile>>> {
+    vcpus: &Mutex<BTreeMap<VcpuId, Arc<KvmStatsFile>>>,
+) -> std::sync::MutexGuard<'_, BTreeMap<VcpuId, Arc<KvmStatsFile>>> {
     vcpus.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
@@ -331,7 +331,7 @@ impl Pmu for KvmPmu {
     }
 
     #[expect(clippy::cast_possible_truncation, reason = "the upper half was masked away")]
-    fn open(&self, attr: &Attr, target: PmuTarget) -> Result<Box<dyn PmuEvent>, PmuError> {
+    fn open(&self, attr: &Attr, target: PmuEventTarget) -> Result<Box<dyn PmuEvent>, PmuError> {
         if attr.exclude_user || attr.exclude_kernel {
             return Err(PmuError::Unsupported(
                 "KVM statistics have no guest privilege level",
@@ -350,24 +350,24 @@ impl Pmu for KvmPmu {
             StatSource::Vm(vm)
         } else {
             match target {
-                PmuTarget::Vcpu { vcpu, .. } => {
+                PmuEventTarget::Vcpu { vcpu, .. } => {
                     let stats = lock(&self.vcpus).get(&vcpu).cloned().ok_or_else(no_such_vcpu)?;
                     check(&stats, index)?;
                     StatSource::Vcpu(stats)
                 }
-                PmuTarget::Vm if attr.inherit => {
+                PmuEventTarget::Vm if attr.inherit => {
                     // The core then opens one event per vCPU, each of which counts while its vCPU
                     // exists.
                     return Err(PmuError::Unsupported(
                         "an inherited KVM statistic is counted for each vCPU",
                     ));
                 }
-                PmuTarget::Cpu { .. } => {
+                PmuEventTarget::Cpu { .. } => {
                     return Err(PmuError::Unsupported(
                         "KVM has statistics of vCPUs and VMs, not of CPUs",
                     ));
                 }
-                PmuTarget::Vm => {
+                PmuEventTarget::Vm => {
                     let first = lock(&self.vcpus).values().next().cloned();
                     check(&*first.ok_or_else(no_such_vcpu)?, index)?;
                     StatSource::VcpuSum(VcpuSum::new(Arc::clone(&self.vcpus), index))
@@ -389,7 +389,7 @@ fn no_such_vcpu() -> PmuError {
     }
 }
 
-fn check(stats: &StatsFile, index: usize) -> Result<(), PmuError> {
+fn check(stats: &KvmStatsFile, index: usize) -> Result<(), PmuError> {
     match stats.table.get(index) {
         None => Err(PmuError::NoSuchEvent),
         Some(d) if !d.countable() => Err(PmuError::Unsupported("this KVM statistic is not a count")),
@@ -403,7 +403,7 @@ struct VcpuSum {
     vcpus: VcpuStatsFiles,
     index: usize,
     /// Last value that was read from each vCPU. Kept when the vCPU is removed.
-    seen: BTreeMap<VcpuId, (Arc<StatsFile>, u64)>,
+    seen: BTreeMap<VcpuId, (Arc<KvmStatsFile>, u64)>,
     /// Sum of the last values of removed vCPUs whose IDs were reused by new vCPUs.
     replaced: u64,
 }
@@ -418,7 +418,7 @@ impl VcpuSum {
         }
     }
 
-    fn total(&mut self) -> Result<u64, StatsError> {
+    fn total(&mut self) -> Result<u64, KvmStatsError> {
         for (&id, stats) in lock(&self.vcpus).iter() {
             let entry = self.seen.entry(id).or_insert_with(|| (Arc::clone(stats), 0));
             if !Arc::ptr_eq(&entry.0, stats) {
@@ -438,13 +438,13 @@ impl VcpuSum {
 
 #[derive(Debug)]
 enum StatSource {
-    Vcpu(Arc<StatsFile>),
-    Vm(Arc<StatsFile>),
+    Vcpu(Arc<KvmStatsFile>),
+    Vm(Arc<KvmStatsFile>),
     VcpuSum(VcpuSum),
 }
 
 impl StatSource {
-    fn value(&mut self, index: usize) -> Result<u64, StatsError> {
+    fn value(&mut self, index: usize) -> Result<u64, KvmStatsError> {
         match self {
             Self::Vcpu(stats) | Self::Vm(stats) => stats.value(index),
             Self::VcpuSum(all) => all.total(),
@@ -548,8 +548,8 @@ mod tests {
         assert_eq!(table[0].name, "exits");
         assert!(table[0].countable());
         assert_eq!(table[0].offset, 208);
-        assert_eq!(table[1].kind, StatKind::LogHistogram);
-        assert_eq!(table[1].unit, StatUnit::Seconds);
+        assert_eq!(table[1].kind, KvmStatKind::LogHistogram);
+        assert_eq!(table[1].unit, KvmStatUnit::Seconds);
         assert_eq!((table[1].exponent, table[1].values), (-9, 32));
         assert!(!table[1].countable());
     }

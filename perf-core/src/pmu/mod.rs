@@ -35,7 +35,7 @@ pub struct VcpuId(pub u32);
 
 /// The vCPU, VM or host CPU whose events a driver event counts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum PmuTarget {
+pub enum PmuEventTarget {
     /// One vCPU.
     Vcpu {
         /// Number of the vCPU.
@@ -137,7 +137,7 @@ pub trait Pmu: Send + Sync + Debug {
     ///
     /// # Errors
     /// Returns a [`PmuError`] if this driver cannot count the event.
-    fn open(&self, attr: &Attr, target: PmuTarget) -> Result<Box<dyn PmuEvent>, PmuError>;
+    fn open(&self, attr: &Attr, target: PmuEventTarget) -> Result<Box<dyn PmuEvent>, PmuError>;
 
     /// Opens a driver event that is active only together with another event, the group leader.
     /// `group` is the handle that [`PmuEvent::group`] of the leader returned. The leader may belong
@@ -151,7 +151,7 @@ pub trait Pmu: Send + Sync + Debug {
     fn open_in_group(
         &self,
         attr: &Attr,
-        target: PmuTarget,
+        target: PmuEventTarget,
         group: &PmuGroup,
     ) -> Result<Box<dyn PmuEvent>, PmuError> {
         let _ = group;

@@ -19,7 +19,7 @@ use crate::attr::{Attr, EventType};
 #[cfg(feature = "host")]
 use crate::pmu::host::fd::current_tid as own_tid;
 use crate::pmu::spans::Spans;
-use crate::pmu::{Pmu, PmuCapacity, PmuError, PmuEvent, PmuTarget};
+use crate::pmu::{Pmu, PmuCapacity, PmuError, PmuEvent, PmuEventTarget};
 
 /// Value of `config` for the time that the thread waits for a host CPU, in nanoseconds.
 pub const WAIT_NS: u64 = 0;
@@ -138,7 +138,7 @@ impl Pmu for RunQueueWaitPmu {
         PmuCapacity::Unlimited
     }
 
-    fn open(&self, attr: &Attr, target: PmuTarget) -> Result<Box<dyn PmuEvent>, PmuError> {
+    fn open(&self, attr: &Attr, target: PmuEventTarget) -> Result<Box<dyn PmuEvent>, PmuError> {
         if attr.config != WAIT_NS {
             return Err(PmuError::NoSuchEvent);
         }
@@ -148,7 +148,7 @@ impl Pmu for RunQueueWaitPmu {
         if attr.sample_period != 0 {
             return Err(NO_OVERFLOW);
         }
-        let PmuTarget::Vcpu { tid, .. } = target else {
+        let PmuEventTarget::Vcpu { tid, .. } = target else {
             return Err(PmuError::Unsupported("a wait is that of one vCPU"));
         };
         let time = RunQueueWaitTime::of_thread(tid).map_err(|source| match source.kind() {
@@ -210,8 +210,8 @@ mod tests {
     use super::*;
     use crate::pmu::VcpuId;
 
-    fn this_thread() -> PmuTarget {
-        PmuTarget::Vcpu {
+    fn this_thread() -> PmuEventTarget {
+        PmuEventTarget::Vcpu {
             vcpu: VcpuId(0),
             tid: own_tid(),
         }
@@ -300,10 +300,10 @@ mod tests {
             assert!(matches!(refused(attr, this_thread()), PmuError::Unsupported(_)));
         }
         assert!(matches!(
-            refused(attr.clone(), PmuTarget::Vm),
+            refused(attr.clone(), PmuEventTarget::Vm),
             PmuError::Unsupported(_)
         ));
-        let nobody = PmuTarget::Vcpu {
+        let nobody = PmuEventTarget::Vcpu {
             vcpu: VcpuId(0),
             tid: i32::MAX,
         };

@@ -1,9 +1,9 @@
 //! The `sim` driver: a simulated PMU that counts exactly as a test specifies.
 //!
 //! Counts advance only in [`SimPmu::advance`]. The simulation covers the constraints of real PMUs:
-//! few slots, events that fit only some slots ([`SimConfig::allowed_slots`]), slots that another
+//! few slots, events that fit only some slots ([`SimPmuConfig::allowed_slots`]), slots that another
 //! user holds (`taken`), skid between an overflow and its notification, failing opens and starts,
-//! and slots that are taken away from running events and returned. [`SimHost`] describes the
+//! and slots that are taken away from running events and returned. [`SimHostPmu`] describes the
 //! counters of real PMUs.
 //!
 //! An active event keeps its slot unless a newly started event fits only if the active one moves to
@@ -18,18 +18,18 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use crate::attr::{Attr, EventType};
 use crate::pmu::period_floor::PeriodFloor;
-use crate::pmu::{CounterMask, Pmu, PmuCapacity, PmuError, PmuEvent, PmuTarget, VcpuId};
+use crate::pmu::{CounterMask, Pmu, PmuCapacity, PmuError, PmuEvent, PmuEventTarget, VcpuId};
 
 mod hosts;
 
-pub use hosts::{SimFixedCounter, SimHost};
+pub use hosts::{SimFixedCounter, SimHostPmu};
 
 /// Maximum number of slots of a simulated PMU.
 pub const MAX_SLOTS: usize = CounterMask::MAX_COUNTERS;
 
 /// Configuration of a simulated PMU.
 #[derive(Clone, Debug, Default)]
-pub struct SimConfig {
+pub struct SimPmuConfig {
     /// Number of slots per vCPU, or `None` for a software driver, which has no slots.
     pub slots: Option<usize>,
     /// For each `config`, the mask of slots that can hold the event. A `config` without an entry
@@ -108,7 +108,7 @@ struct SimState {
 
 #[derive(Debug)]
 struct SimShared {
-    config: SimConfig,
+    config: SimPmuConfig,
     state: Mutex<SimState>,
 }
 
@@ -141,7 +141,7 @@ impl SimPmu {
     /// # Panics
     /// Panics if `config` has more than [`MAX_SLOTS`] slots.
     #[must_use]
-    pub fn new(config: SimConfig) -> Self {
+    pub fn new(config: SimPmuConfig) -> Self {
         assert!(
             config.slots.is_none_or(|n| n <= MAX_SLOTS),
             "at most {MAX_SLOTS} simulated slots"
@@ -160,9 +160,9 @@ impl SimPmu {
     /// Panics if `slots` is larger than [`MAX_SLOTS`].
     #[must_use]
     pub fn with_slots(slots: usize) -> Self {
-        Self::new(SimConfig {
+        Self::new(SimPmuConfig {
             slots: Some(slots),
-            ..SimConfig::default()
+            ..SimPmuConfig::default()
         })
     }
 
@@ -274,7 +274,7 @@ impl SimPmu {
 impl Default for SimPmu {
     /// Creates a simulated software PMU, which has no slots.
     fn default() -> Self {
-        Self::new(SimConfig::default())
+        Self::new(SimPmuConfig::default())
     }
 }
 
@@ -303,7 +303,7 @@ impl Pmu for SimPmu {
         }
     }
 
-    fn open(&self, attr: &Attr, target: PmuTarget) -> Result<Box<dyn PmuEvent>, PmuError> {
+    fn open(&self, attr: &Attr, target: PmuEventTarget) -> Result<Box<dyn PmuEvent>, PmuError> {
         let config = &self.shared.config;
         if config.unknown.contains(&attr.config) {
             return Err(PmuError::NoSuchEvent);
@@ -312,9 +312,9 @@ impl Pmu for SimPmu {
             return Err(PmuError::Unsupported("both levels excluded"));
         }
         let vcpu = match target {
-            PmuTarget::Vcpu { vcpu, .. } => Some(vcpu),
-            PmuTarget::Vm => None,
-            PmuTarget::Cpu { .. } => {
+            PmuEventTarget::Vcpu { vcpu, .. } => Some(vcpu),
+            PmuEventTarget::Vm => None,
+            PmuEventTarget::Cpu { .. } => {
                 return Err(PmuError::Unsupported(
                     "simulated counters are vCPUs' and the VM's",
                 ));
@@ -362,7 +362,7 @@ impl SimState {
     /// Assigns event `id` to a slot. Moves other events if necessary, as a real scheduler would.
     /// Returns `false` if not all events fit.
     #[expect(clippy::cast_possible_truncation, reason = "a number of slots, 64 at most")]
-    fn assign_slot(&mut self, id: u64, config: &SimConfig) -> bool {
+    fn assign_slot(&mut self, id: u64, config: &SimPmuConfig) -> bool {
         let Some(slots) = config.slots else {
             return true;
         };
@@ -405,7 +405,7 @@ impl SimState {
     }
 }
 
-impl SimConfig {
+impl SimPmuConfig {
     fn taken(&self) -> CounterMask {
         CounterMask::from_bits(self.taken)
     }
@@ -542,7 +542,7 @@ mod tests {
 
     fn open_on(pmu: &SimPmu, config: u64, vcpu: VcpuId) -> Box<dyn PmuEvent> {
         let attr = Attr::counting(EventType::SIM, config);
-        pmu.open(&attr, PmuTarget::Vcpu { vcpu, tid: 0 }).unwrap()
+        pmu.open(&attr, PmuEventTarget::Vcpu { vcpu, tid: 0 }).unwrap()
     }
 
     fn open(pmu: &SimPmu, config: u64) -> Box<dyn PmuEvent> {
@@ -570,10 +570,10 @@ mod tests {
 
     #[test]
     fn constrained_events_move_others_to_free_slots() {
-        let pmu = SimPmu::new(SimConfig {
+        let pmu = SimPmu::new(SimPmuConfig {
             slots: Some(2),
             allowed_slots: BTreeMap::from([(5, 0b01)]),
-            ..SimConfig::default()
+            ..SimPmuConfig::default()
         });
         let mut free = open(&pmu, 1);
         let mut picky = open(&pmu, 5);
@@ -587,13 +587,13 @@ mod tests {
 
     #[test]
     fn configured_refusals_occur() {
-        let pmu = SimPmu::new(SimConfig {
+        let pmu = SimPmu::new(SimPmuConfig {
             unknown: vec![3],
-            ..SimConfig::default()
+            ..SimPmuConfig::default()
         });
         let attr = Attr::counting(EventType::SIM, 3);
         assert!(matches!(
-            pmu.open(&attr, PmuTarget::Vm),
+            pmu.open(&attr, PmuEventTarget::Vm),
             Err(PmuError::NoSuchEvent)
         ));
         let mut ev = open(&pmu, 1);
@@ -609,9 +609,9 @@ mod tests {
     /// counts of the single events.
     #[test]
     fn p40_a_package_count_is_shared() {
-        let pmu = SimPmu::new(SimConfig {
+        let pmu = SimPmu::new(SimPmuConfig {
             package: vec![7],
-            ..SimConfig::default()
+            ..SimPmuConfig::default()
         });
         let mut events: Vec<_> = (0..3).map(|i| open_on(&pmu, 7, VcpuId(i))).collect();
         events[1].start(None).unwrap();
@@ -626,9 +626,9 @@ mod tests {
 
     #[test]
     fn skid_delays_notification_but_not_count() {
-        let pmu = SimPmu::new(SimConfig {
+        let pmu = SimPmu::new(SimPmuConfig {
             skid: 3,
-            ..SimConfig::default()
+            ..SimPmuConfig::default()
         });
         let mut ev = open(&pmu, 1);
         ev.start(Some(10)).unwrap();

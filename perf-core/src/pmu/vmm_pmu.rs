@@ -15,7 +15,7 @@ use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use crate::attr::{Attr, EventType};
-use crate::pmu::{Pmu, PmuCapacity, PmuError, PmuEvent, PmuTarget, VcpuId};
+use crate::pmu::{Pmu, PmuCapacity, PmuError, PmuEvent, PmuEventTarget, VcpuId};
 
 /// Value for the overflow point of a selector without an armed event.
 const NEVER: u64 = u64::MAX;
@@ -275,8 +275,8 @@ impl Pmu for VmmPmu {
         PmuCapacity::Unlimited
     }
 
-    fn open(&self, attr: &Attr, target: PmuTarget) -> Result<Box<dyn PmuEvent>, PmuError> {
-        let PmuTarget::Vcpu { vcpu, .. } = target else {
+    fn open(&self, attr: &Attr, target: PmuEventTarget) -> Result<Box<dyn PmuEvent>, PmuError> {
+        let PmuEventTarget::Vcpu { vcpu, .. } = target else {
             return Err(PmuError::Unsupported("counts of the VMM belong to one vCPU"));
         };
         if attr.exclude_guest {
@@ -420,7 +420,7 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    const TARGET: PmuTarget = PmuTarget::Vcpu {
+    const TARGET: PmuEventTarget = PmuEventTarget::Vcpu {
         vcpu: VcpuId(0),
         tid: 0,
     };
@@ -482,7 +482,7 @@ mod tests {
         assert_eq!(counts.until_overflow(1, 3), None);
         let attr = Attr::counting(EventType::VMM_PMU, 1);
         assert!(matches!(pmu.open(&attr, TARGET), Err(PmuError::NoSuchEvent)));
-        let of_vm = pmu.open(&attr, PmuTarget::Vm);
+        let of_vm = pmu.open(&attr, PmuEventTarget::Vm);
         assert!(matches!(of_vm, Err(PmuError::Unsupported(_))));
     }
 

@@ -20,7 +20,7 @@ use cursor::Cursor;
 pub use cursor::DecodeError;
 pub use id::SampleId;
 pub(crate) use read::read_size_of;
-pub use read::{ReadEntries, ReadEntry, ReadValues};
+pub use read::{ReadFormatEntries, ReadFormatEntry, ReadFormatValues};
 pub use sample::{RecordWords, Sample, UserRegsAndStack};
 pub use side::{CommRecord, LostRecord, MmapRecord, ReadRecord, SwitchRecord, TaskRecord, ThrottleRecord};
 

@@ -6,7 +6,7 @@ use crate::attr::ReadFormat;
 
 /// The value of one event in a reading.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct ReadEntry {
+pub struct ReadFormatEntry {
     /// Count of the event.
     pub value: u64,
     /// ID of the event, or 0 if the read format lacks ID.
@@ -17,11 +17,11 @@ pub struct ReadEntry {
 
 /// The values of a single event, or of all members of a group.
 #[derive(Clone, Copy, Debug)]
-pub enum ReadEntries<'a> {
+pub enum ReadFormatEntries<'a> {
     /// Value of a single event.
-    One(ReadEntry),
+    One(ReadFormatEntry),
     /// Values of group members, to be encoded.
-    List(&'a [ReadEntry]),
+    List(&'a [ReadFormatEntry]),
     /// Values as encoded in a record.
     Encoded {
         /// Encoded entries, each with a value, and with an ID and a lost count if the format has
@@ -32,13 +32,13 @@ pub enum ReadEntries<'a> {
     },
 }
 
-impl Default for ReadEntries<'_> {
+impl Default for ReadFormatEntries<'_> {
     fn default() -> Self {
         Self::List(&[])
     }
 }
 
-impl<'a> ReadEntries<'a> {
+impl<'a> ReadFormatEntries<'a> {
     /// Returns the number of entries.
     pub fn len(&self) -> usize {
         match self {
@@ -54,7 +54,7 @@ impl<'a> ReadEntries<'a> {
     }
 
     /// Returns an iterator over the entries, leader first.
-    pub fn iter(&self) -> impl Iterator<Item = ReadEntry> + 'a {
+    pub fn iter(&self) -> impl Iterator<Item = ReadFormatEntry> + 'a {
         let (one, list, bytes, format) = match *self {
             Self::One(entry) => (Some(entry), [].as_slice(), [].as_slice(), ReadFormat::empty()),
             Self::List(list) => (None, list, [].as_slice(), ReadFormat::empty()),
@@ -63,7 +63,7 @@ impl<'a> ReadEntries<'a> {
         let encoded = bytes.chunks_exact(entry_size(format)).map(move |entry| {
             let mut words = entry.as_chunks().0.iter().map(|&word| u64::from_ne_bytes(word));
             let mut word = |is_there: bool| is_there.then(|| words.next()).flatten().unwrap_or(0);
-            ReadEntry {
+            ReadFormatEntry {
                 value: word(true),
                 id: word(format.contains(ReadFormat::ID)),
                 lost: word(format.contains(ReadFormat::LOST)),
@@ -73,7 +73,7 @@ impl<'a> ReadEntries<'a> {
     }
 }
 
-impl PartialEq for ReadEntries<'_> {
+impl PartialEq for ReadFormatEntries<'_> {
     fn eq(&self, other: &Self) -> bool {
         self.iter().eq(other.iter())
     }
@@ -82,17 +82,17 @@ impl PartialEq for ReadEntries<'_> {
 /// The result of reading an event or a group. A field that the read format lacks is not encoded,
 /// and is 0 when decoded.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
-pub struct ReadValues<'a> {
+pub struct ReadFormatValues<'a> {
     /// Time enabled of the group leader, in nanoseconds.
     pub time_enabled_ns: u64,
     /// Time running of the group leader, in nanoseconds.
     pub time_running_ns: u64,
     /// Values of the leader and all siblings, or of a single event if the format lacks `GROUP`.
-    pub entries: ReadEntries<'a>,
+    pub entries: ReadFormatEntries<'a>,
 }
 
-/// Returns the encoded size of one [`ReadEntry`], in bytes: 8 for the value, and 8 each for the ID
-/// and the lost count if `format` has them.
+/// Returns the encoded size of one [`ReadFormatEntry`], in bytes: 8 for the value, and 8 each for
+/// the ID and the lost count if `format` has them.
 fn entry_size(format: ReadFormat) -> usize {
     8 + 8 * (format & (ReadFormat::ID | ReadFormat::LOST)).bits().count_ones() as usize
 }
@@ -112,7 +112,7 @@ pub(crate) fn read_size_of(format: ReadFormat, members: usize) -> usize {
     8 * times as usize + group + entry_size(format) * members
 }
 
-impl<'a> ReadValues<'a> {
+impl<'a> ReadFormatValues<'a> {
     /// Returns the encoded size of the read values in `format`, in bytes.
     #[inline]
     pub fn size(&self, format: ReadFormat) -> usize {
@@ -124,7 +124,7 @@ impl<'a> ReadValues<'a> {
     /// they are the number of members, time enabled, time running, and the value, ID and lost count
     /// of each member.
     pub fn encode(&self, format: ReadFormat, out: &mut impl RecordSink) {
-        let rest = |entry: ReadEntry, out: &mut _| {
+        let rest = |entry: ReadFormatEntry, out: &mut _| {
             if format.contains(ReadFormat::ID) {
                 put_u64(out, entry.id);
             }
@@ -162,7 +162,7 @@ impl<'a> ReadValues<'a> {
             let members = bytes.u64("number of members")?;
             values.decode_times(bytes, format)?;
             let bytes = bytes.many(members, entry_size(format), "group members")?;
-            values.entries = ReadEntries::Encoded { bytes, format };
+            values.entries = ReadFormatEntries::Encoded { bytes, format };
         } else {
             let value = bytes.u64("value")?;
             values.decode_times(bytes, format)?;
@@ -175,7 +175,7 @@ impl<'a> ReadValues<'a> {
             };
             let id = word(ReadFormat::ID, "id")?;
             let lost = word(ReadFormat::LOST, "number of records lost")?;
-            values.entries = ReadEntries::One(ReadEntry { value, id, lost });
+            values.entries = ReadFormatEntries::One(ReadFormatEntry { value, id, lost });
         }
         Ok(values)
     }

@@ -2,7 +2,7 @@
 
 use super::cursor::Cursor;
 use super::id::SampleId;
-use super::read::ReadValues;
+use super::read::ReadFormatValues;
 use super::{
     DecodeError, EncodeRecord, HEADER_SIZE, RecordFormat, RecordMisc, RecordSink, RecordType, put_header,
     put_u32s, put_u64,
@@ -83,7 +83,7 @@ pub struct Sample<'a> {
     /// Period of the sample: number of counts since the previous sample.
     pub period: u64,
     /// Counts of the event or its group at the time of the sample.
-    pub read: ReadValues<'a>,
+    pub read: ReadFormatValues<'a>,
     /// Call chain, innermost address first.
     pub callchain: RecordWords<'a>,
     /// Raw data of the sample. The encoder appends zeros until the data and its 4-byte size
@@ -333,7 +333,7 @@ impl<'a> Sample<'a> {
             sample.period = body.u64("period")?;
         }
         if fields.contains(SampleType::READ) {
-            sample.read = ReadValues::decode(body, format.read_format)?;
+            sample.read = ReadFormatValues::decode(body, format.read_format)?;
         }
         if fields.contains(SampleType::CALLCHAIN) {
             let len = body.u64("call chain length")?;

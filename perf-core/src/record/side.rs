@@ -2,7 +2,7 @@
 
 use super::cursor::{Cursor, until_nul};
 use super::id::{self, SampleId};
-use super::read::ReadValues;
+use super::read::ReadFormatValues;
 use super::{
     DecodeError, EncodeRecord, HEADER_SIZE, RecordFormat, RecordMisc, RecordSink, RecordType, put_header,
     put_u32s, put_u64,
@@ -227,7 +227,7 @@ pub struct ReadRecord<'a> {
     /// Thread ID of the vCPU.
     pub tid: u32,
     /// Final count and times of the event on this vCPU.
-    pub values: ReadValues<'a>,
+    pub values: ReadFormatValues<'a>,
     /// Trailer of the record.
     pub sample_id: SampleId,
 }
@@ -258,7 +258,7 @@ impl<'a> ReadRecord<'a> {
         Ok(Self {
             pid: body.u32("pid")?,
             tid: body.u32("tid")?,
-            values: ReadValues::decode(body, format.read_format)?,
+            values: ReadFormatValues::decode(body, format.read_format)?,
             sample_id,
         })
     }

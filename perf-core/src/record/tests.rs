@@ -32,8 +32,8 @@ fn words(bytes: &[u8]) -> Vec<u64> {
 }
 
 /// Creates an entry of read values with the given value.
-fn entry((value, id, lost): (u64, u64, u64)) -> ReadEntry {
-    ReadEntry { value, id, lost }
+fn entry((value, id, lost): (u64, u64, u64)) -> ReadFormatEntry {
+    ReadFormatEntry { value, id, lost }
 }
 
 fn encoded(record: &impl EncodeRecord, format: RecordFormat) -> Vec<u8> {
@@ -42,7 +42,7 @@ fn encoded(record: &impl EncodeRecord, format: RecordFormat) -> Vec<u8> {
     bytes
 }
 
-fn sample<'a>(entries: &'a [ReadEntry], ips: &'a [u64], raw: &'a [u8]) -> Sample<'a> {
+fn sample<'a>(entries: &'a [ReadFormatEntry], ips: &'a [u64], raw: &'a [u8]) -> Sample<'a> {
     Sample {
         misc: RecordMisc(CpuMode::GuestUser as u16 | RecordMisc::EXACT_IP.0),
         ip: 0x1111_2222_3333_4444,
@@ -54,10 +54,10 @@ fn sample<'a>(entries: &'a [ReadEntry], ips: &'a [u64], raw: &'a [u8]) -> Sample
         stream_id: 10,
         cpu: 11,
         period: 12,
-        read: ReadValues {
+        read: ReadFormatValues {
             time_enabled_ns: 13,
             time_running_ns: 14,
-            entries: ReadEntries::List(entries),
+            entries: ReadFormatEntries::List(entries),
         },
         callchain: RecordWords::List(ips),
         raw,
@@ -75,7 +75,7 @@ fn projected<'a>(
     full: &Sample<'a>,
     format: RecordFormat,
     padded_raw: &'a [u8],
-    entries: &'a [ReadEntry],
+    entries: &'a [ReadFormatEntry],
 ) -> Sample<'a> {
     let mut left = Sample {
         misc: full.misc,
@@ -113,7 +113,7 @@ fn projected<'a>(
         if format.read_format.contains(ReadFormat::TOTAL_TIME_RUNNING) {
             left.read.time_running_ns = full.read.time_running_ns;
         }
-        left.read.entries = ReadEntries::List(entries);
+        left.read.entries = ReadFormatEntries::List(entries);
     }
     if has(SampleType::CALLCHAIN) {
         left.callchain = full.callchain;
@@ -139,7 +139,7 @@ fn size_in_header(bytes: &[u8]) -> usize {
 
 /// Checks the size and the header of an encoded sample in one format, and that decoding yields the
 /// sample again.
-fn check(entries: &[ReadEntry], ips: &[u64], raw: &[u8], format: RecordFormat) {
+fn check(entries: &[ReadFormatEntry], ips: &[u64], raw: &[u8], format: RecordFormat) {
     let full = sample(entries, ips, raw);
     let bytes = encoded(&full, format);
     assert_eq!(bytes.len(), full.size(format), "{format:?}");
@@ -153,11 +153,11 @@ fn check(entries: &[ReadEntry], ips: &[u64], raw: &[u8], format: RecordFormat) {
     } else {
         1
     };
-    let seen: Vec<ReadEntry> = entries
+    let seen: Vec<ReadFormatEntry> = entries
         .iter()
-        .chain([&ReadEntry::default()])
+        .chain([&ReadFormatEntry::default()])
         .take(members)
-        .map(|entry| ReadEntry {
+        .map(|entry| ReadFormatEntry {
             id: entry.id * u64::from(format.read_format.contains(ReadFormat::ID)),
             lost: entry.lost * u64::from(format.read_format.contains(ReadFormat::LOST)),
             ..*entry
@@ -350,10 +350,10 @@ fn absent_call_chain_and_raw_data_take_eight_bytes_each() {
 fn group_values_start_with_member_count_and_leader_times() {
     let format = ALL_TIMES | ReadFormat::GROUP | ReadFormat::ID | ReadFormat::LOST;
     let entries = [(1, 2, 5), (3, 4, 6)].map(entry);
-    let values = ReadValues {
+    let values = ReadFormatValues {
         time_enabled_ns: 10,
         time_running_ns: 9,
-        entries: ReadEntries::List(&entries),
+        entries: ReadFormatEntries::List(&entries),
     };
     let mut bytes = Vec::new();
     values.encode(format, &mut bytes);
@@ -477,10 +477,10 @@ fn side_band_records_have_abi_sizes_and_round_trip() {
         let read = ReadRecord {
             pid: 1,
             tid: 2,
-            values: ReadValues {
+            values: ReadFormatValues {
                 time_enabled_ns: 4,
                 time_running_ns: 5,
-                entries: ReadEntries::One(entry((3, 6, 7))),
+                entries: ReadFormatEntries::One(entry((3, 6, 7))),
             },
             sample_id: ID,
         };

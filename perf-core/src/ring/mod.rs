@@ -71,7 +71,7 @@ const LOST_TYPE: u32 = 2;
 
 /// The behavior of a ring that is full.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum RingMode {
+pub enum RingFullPolicy {
     /// The reader maps the control page writable and advances `data_tail`. Unread bytes are never
     /// overwritten; records that do not fit are counted and reported by LOST records.
     Writable,
@@ -167,7 +167,7 @@ pub struct Ring {
     control_busy: AtomicBool,
     control_sequence: AtomicU32,
     wake: wake::ReaderNotifier,
-    mode: RingMode,
+    mode: RingFullPolicy,
     memfd: OwnedFd,
     /// Charge for the memory of the ring. The last field, so that the charge is dropped after the
     /// memory.
@@ -209,7 +209,7 @@ impl Ring {
     ///
     /// Returns [`RingError::Pages`] for an invalid number of pages and [`RingError::Os`] if memory
     /// or file descriptors are exhausted.
-    pub fn new(data_pages: usize, mode: RingMode) -> Result<Self, RingError> {
+    pub fn new(data_pages: usize, mode: RingFullPolicy) -> Result<Self, RingError> {
         Self::starting_at(data_pages, mode, 0)
     }
 
@@ -218,7 +218,7 @@ impl Ring {
         clippy::cast_possible_truncation,
         reason = "a number of records that fits the ring"
     )]
-    fn starting_at(data_pages: usize, mode: RingMode, start: u64) -> Result<Self, RingError> {
+    fn starting_at(data_pages: usize, mode: RingFullPolicy, start: u64) -> Result<Self, RingError> {
         if data_pages > DATA_PAGES_MAX || (data_pages != 0 && !data_pages.is_power_of_two()) {
             return Err(RingError::Pages { pages: data_pages });
         }
@@ -241,7 +241,7 @@ impl Ring {
         };
         let mapping = Mapping::memfd(memfd.as_fd(), data_size, access).map_err(os("mapping the ring"))?;
         // The existing mapping stays writable; the seal prevents further writable mappings.
-        let read_only = if mode == RingMode::Overwrite {
+        let read_only = if mode == RingFullPolicy::Overwrite {
             libc::F_SEAL_FUTURE_WRITE
         } else {
             0
@@ -251,7 +251,7 @@ impl Ring {
 
         let shape = RingGeometry {
             size: data_size as u64,
-            overwrite: mode == RingMode::Overwrite,
+            overwrite: mode == RingFullPolicy::Overwrite,
         };
         // A writable ring keeps at least 8 bytes free; see `Protocol::reserve`.
         let room = if shape.overwrite {
@@ -301,7 +301,7 @@ impl Ring {
     }
 
     /// Returns the mode of the ring: what happens when the ring is full.
-    pub fn mode(&self) -> RingMode {
+    pub fn mode(&self) -> RingFullPolicy {
         self.mode
     }
 
@@ -350,8 +350,8 @@ impl Ring {
 
     /// Returns the memfd of the ring, for another process to map. Its size is sealed.
     ///
-    /// A process with the memfd of a [`RingMode::Writable`] ring can write to the whole ring. It
-    /// cannot harm the writer but can corrupt the ring for other readers, so each client should
+    /// A process with the memfd of a [`RingFullPolicy::Writable`] ring can write to the whole ring.
+    /// It cannot harm the writer but can corrupt the ring for other readers, so each client should
     /// have its own ring.
     pub fn memfd(&self) -> BorrowedFd<'_> {
         self.memfd.as_fd()
@@ -540,7 +540,7 @@ impl Ring {
         else {
             return Err(self.count_refused(lost + records));
         };
-        if self.mode == RingMode::Overwrite {
+        if self.mode == RingFullPolicy::Overwrite {
             let size = self.data_size() as u64;
             self.mapping.control().note_record(claim.start, claim.end, size);
         }

@@ -10,7 +10,7 @@ use std::sync::atomic::fence;
 use super::mapping::{self, Mapping, MappingAccess, PAGE_SIZE};
 use super::page::{ControlPage, ControlPageCounter};
 use super::protocol::RingGeometry;
-use super::{DATA_PAGES_MAX, RECORD_SIZE_MAX, Ring, RingMode};
+use super::{DATA_PAGES_MAX, RECORD_SIZE_MAX, Ring, RingFullPolicy};
 
 /// Size of `struct perf_event_header`, in bytes.
 const HEADER_SIZE: usize = 8;
@@ -99,7 +99,7 @@ enum RingMapping {
     Ring(Arc<Ring>),
 }
 
-/// A reader of one ring. A [`RingMode::Writable`] ring supports one reader at a time.
+/// A reader of one ring. A [`RingFullPolicy::Writable`] ring supports one reader at a time.
 ///
 /// Records are borrowed from the ring itself, even where they wrap. This crate's rings are mapped
 /// so that wrapping records are contiguous, and wrapping records of the kernel's rings are copied
@@ -121,7 +121,7 @@ pub struct RingReader {
     released: u64,
     /// Number of read but unreleased bytes at which `data_tail` is written.
     release_at: u64,
-    mode: RingMode,
+    mode: RingFullPolicy,
     mirrored: bool,
     /// Buffer for records that cannot be borrowed: all records of an overwrite ring, and wrapping
     /// records of a kernel ring.
@@ -173,12 +173,12 @@ impl RingReader {
                 what: "its size is not that of 1 + 2^n pages",
             })?;
         let mode = if seals & (libc::F_SEAL_FUTURE_WRITE | libc::F_SEAL_WRITE) != 0 {
-            RingMode::Overwrite
+            RingFullPolicy::Overwrite
         } else {
-            RingMode::Writable
+            RingFullPolicy::Writable
         };
         let access = MappingAccess {
-            control_writable: mode == RingMode::Writable,
+            control_writable: mode == RingFullPolicy::Writable,
             data_writable: false,
         };
         let mapping = Mapping::memfd(fd, data_size, access).map_err(|source| RingReadError::Os {
@@ -213,7 +213,7 @@ impl RingReader {
             what: "mapping the perf event",
             source,
         })?;
-        Ok(Self::new(RingMapping::Own(mapping), RingMode::Writable))
+        Ok(Self::new(RingMapping::Own(mapping), RingFullPolicy::Writable))
     }
 
     /// Creates a reader of a ring of this process, through its existing mapping.
@@ -222,7 +222,7 @@ impl RingReader {
         Self::new(RingMapping::Ring(ring), mode)
     }
 
-    fn new(memory: RingMapping, mode: RingMode) -> Self {
+    fn new(memory: RingMapping, mode: RingFullPolicy) -> Self {
         let mapping = match &memory {
             RingMapping::Own(mapping) => mapping,
             RingMapping::Ring(ring) => &ring.mapping,
@@ -232,7 +232,7 @@ impl RingReader {
             mapping.data_size(),
             mapping.mirrored(),
         );
-        let scratch = if mode == RingMode::Overwrite || !mirrored {
+        let scratch = if mode == RingFullPolicy::Overwrite || !mirrored {
             RECORD_SIZE_MAX
         } else {
             0
@@ -257,9 +257,9 @@ impl RingReader {
             reader.page().data_tail.load(Relaxed),
         );
         let start = match mode {
-            RingMode::Writable => tail,
-            RingMode::Overwrite if head.wrapping_sub(tail) <= reader.trusted_len() => tail,
-            RingMode::Overwrite => reader.page().oldest_record(head & !7, reader.trusted_len()),
+            RingFullPolicy::Writable => tail,
+            RingFullPolicy::Overwrite if head.wrapping_sub(tail) <= reader.trusted_len() => tail,
+            RingFullPolicy::Overwrite => reader.page().oldest_record(head & !7, reader.trusted_len()),
         } & !7;
         (reader.tail, reader.head, reader.released) = (start, start, start);
         reader
@@ -286,7 +286,7 @@ impl RingReader {
     fn trusted_len(&self) -> u64 {
         let shape = RingGeometry {
             size: self.size(),
-            overwrite: self.mode == RingMode::Overwrite,
+            overwrite: self.mode == RingFullPolicy::Overwrite,
         };
         if shape.overwrite {
             shape.size - shape.in_flight_max()
@@ -296,7 +296,7 @@ impl RingReader {
     }
 
     /// Returns the mode of the ring: what happens when the ring is full.
-    pub fn mode(&self) -> RingMode {
+    pub fn mode(&self) -> RingFullPolicy {
         self.mode
     }
 
@@ -326,7 +326,7 @@ impl RingReader {
         if self.tail == self.head && !self.refill()? {
             return Ok(None);
         }
-        if self.mode == RingMode::Overwrite {
+        if self.mode == RingFullPolicy::Overwrite {
             return self.next_copied().map(Some);
         }
         let size = self.size_at(self.tail)?;
@@ -362,7 +362,7 @@ impl RingReader {
         self.release();
         if self.tail == self.head {
             self.refill()?;
-        } else if self.mode == RingMode::Writable {
+        } else if self.mode == RingFullPolicy::Writable {
             // The last batch ended early. If it ended at a corrupt record, returns the error of
             // that record.
             self.size_at(self.tail)?;
@@ -383,7 +383,7 @@ impl RingReader {
             return Ok(false);
         }
         let unread = head.wrapping_sub(self.tail);
-        if (self.mode == RingMode::Writable && unread > self.size())
+        if (self.mode == RingFullPolicy::Writable && unread > self.size())
             || unread > i64::MAX as u64
             || self.size() == 0
         {
@@ -515,7 +515,7 @@ impl RingReader {
     /// Releases the space of the records read so far, so that the writer can reuse it.
     #[inline]
     pub fn release(&mut self) {
-        if self.mode == RingMode::Writable && self.released != self.tail {
+        if self.mode == RingFullPolicy::Writable && self.released != self.tail {
             // Release: pairs with the writer's Acquire load of data_tail in `Protocol::reserve`
             // (the kernel's control dependency), so all reads precede the writer's reuse of the
             // bytes.
@@ -547,7 +547,7 @@ impl<'a> Iterator for RingRecordBatch<'a> {
     )]
     fn next(&mut self) -> Option<RawRecord<'a>> {
         let reader = &mut *self.reader;
-        if reader.tail == reader.head || reader.mode == RingMode::Overwrite {
+        if reader.tail == reader.head || reader.mode == RingFullPolicy::Overwrite {
             return None;
         }
         let offset = reader.tail as usize & reader.mask;

@@ -29,11 +29,11 @@ fn drain(reader: &mut RingReader) -> (Vec<(usize, u64)>, u64) {
     (records, lost)
 }
 
-fn ring(pages: usize, mode: RingMode) -> Arc<Ring> {
+fn ring(pages: usize, mode: RingFullPolicy) -> Arc<Ring> {
     Arc::new(Ring::new(pages, mode).expect("a ring"))
 }
 
-fn ring_and_reader(pages: usize, mode: RingMode) -> (Arc<Ring>, RingReader) {
+fn ring_and_reader(pages: usize, mode: RingFullPolicy) -> (Arc<Ring>, RingReader) {
     let ring = ring(pages, mode);
     let reader = RingReader::of(Arc::clone(&ring));
     (ring, reader)
@@ -42,7 +42,7 @@ fn ring_and_reader(pages: usize, mode: RingMode) -> (Arc<Ring>, RingReader) {
 #[test]
 fn head_wider_than_state_word_is_extended() {
     // Starts just below 2^47 units of 8 bytes, where the head in the state word wraps.
-    let ring = Arc::new(Ring::starting_at(1, RingMode::Writable, (1 << 50) - 4096).expect("a ring"));
+    let ring = Arc::new(Ring::starting_at(1, RingFullPolicy::Writable, (1 << 50) - 4096).expect("a ring"));
     let mut reader = RingReader::of(Arc::clone(&ring));
     for n in 0..1000 {
         write(&ring, 40, n).expect("room");
@@ -53,7 +53,7 @@ fn head_wider_than_state_word_is_extended() {
 
 #[test]
 fn nested_writers_are_published_by_the_outermost() {
-    let (ring, mut reader) = ring_and_reader(1, RingMode::Writable);
+    let (ring, mut reader) = ring_and_reader(1, RingFullPolicy::Writable);
     let mut outer = ring.begin(16, true).expect("room");
     outer.put_u64(9);
     write(&ring, 24, 2).expect("room");
@@ -72,7 +72,7 @@ fn nested_writers_are_published_by_the_outermost() {
 
 #[test]
 fn generation_is_closed_so_that_overlapping_writers_cannot_starve_the_reader() {
-    let (ring, mut reader) = ring_and_reader(1, RingMode::Writable);
+    let (ring, mut reader) = ring_and_reader(1, RingFullPolicy::Writable);
     // Each record begins before the previous one ends, so at least one is always in flight.
     let mut flying = ring.begin(64, true).expect("room");
     let mut seen = 0;
@@ -93,7 +93,7 @@ fn generation_is_closed_so_that_overlapping_writers_cannot_starve_the_reader() {
 
 #[test]
 fn batch_is_published_at_once() {
-    let (ring, mut reader) = ring_and_reader(1, RingMode::Writable);
+    let (ring, mut reader) = ring_and_reader(1, RingFullPolicy::Writable);
     // Repeats often enough that the batch wraps at every possible offset.
     for n in 0..500 {
         let mut run = ring.begin_batch(24 + 40, 2).expect("room");
@@ -117,7 +117,7 @@ fn batch_is_published_at_once() {
 
 #[test]
 fn unused_batch_space_is_one_zero_record() {
-    let (ring, mut reader) = ring_and_reader(1, RingMode::Writable);
+    let (ring, mut reader) = ring_and_reader(1, RingFullPolicy::Writable);
     for _ in 0..100 {
         write(&ring, 400, u64::MAX).expect("room");
         drain(&mut reader);
@@ -143,7 +143,7 @@ fn unused_batch_space_is_one_zero_record() {
 
 #[test]
 fn failed_batch_counts_no_loss_and_keeps_pending_losses() {
-    let (ring, mut reader) = ring_and_reader(1, RingMode::Writable);
+    let (ring, mut reader) = ring_and_reader(1, RingFullPolicy::Writable);
     while write(&ring, 504, 1).is_ok() {}
     assert_eq!(ring.pending_lost(), 1);
     assert_eq!(refused(ring.begin_batch(512, 2)), ("full", 0));
@@ -157,19 +157,19 @@ fn failed_batch_counts_no_loss_and_keeps_pending_losses() {
     // A LOST record for the rejected batch precedes the new one.
     assert_eq!(drain(&mut reader).1, 1);
     assert_eq!(ring.pending_lost(), 0);
-    let control_only = Ring::new(0, RingMode::Writable).expect("a ring");
+    let control_only = Ring::new(0, RingFullPolicy::Writable).expect("a ring");
     assert_eq!(refused(control_only.begin_batch(64, 2)), ("no data", 0));
 }
 
 #[test]
 fn largest_record_fits_an_empty_ring_after_a_loss_too() {
-    for mode in [RingMode::Writable, RingMode::Overwrite] {
+    for mode in [RingFullPolicy::Writable, RingFullPolicy::Overwrite] {
         let (ring, mut reader) = ring_and_reader(1, mode);
         let largest = ring.record_max();
         ring.protocol.add_lost(3);
         write(&ring, largest, 1).expect("room for it and for the LOST record");
         assert_eq!(ring.pending_lost(), 0);
-        if mode == RingMode::Writable {
+        if mode == RingFullPolicy::Writable {
             assert_eq!(drain(&mut reader), (vec![(largest, 1)], 3));
         }
     }
@@ -180,7 +180,7 @@ fn largest_record_fits_an_empty_ring_after_a_loss_too() {
 #[test]
 fn lost_record_has_trailer_of_next_successful_writer() {
     for words in 0..=7 {
-        let (ring, mut reader) = ring_and_reader(1, RingMode::Writable);
+        let (ring, mut reader) = ring_and_reader(1, RingFullPolicy::Writable);
         let mut trailer = LostTrailer::NONE;
         for word in 0..words {
             trailer.put_u64(100 + word);
@@ -224,7 +224,10 @@ fn lost_record_has_trailer_of_next_successful_writer() {
 /// mapped writable.
 #[test]
 fn ring_seals_are_final() {
-    for (mode, read_only) in [(RingMode::Writable, false), (RingMode::Overwrite, true)] {
+    for (mode, read_only) in [
+        (RingFullPolicy::Writable, false),
+        (RingFullPolicy::Overwrite, true),
+    ] {
         let ring = ring(1, mode);
         let seals = mapping::seals(ring.memfd.as_fd()).expect("a memfd has seals");
         assert_ne!(seals & libc::F_SEAL_SEAL, 0, "{mode:?}");
@@ -236,11 +239,11 @@ fn ring_seals_are_final() {
 #[test]
 fn ring_page_count_is_limited() {
     assert_eq!(
-        ring(DATA_PAGES_MAX, RingMode::Writable).data_size(),
+        ring(DATA_PAGES_MAX, RingFullPolicy::Writable).data_size(),
         DATA_PAGES_MAX * PAGE_SIZE
     );
     for pages in [DATA_PAGES_MAX + 1, 2 * DATA_PAGES_MAX, 3, usize::MAX] {
-        let result = Ring::new(pages, RingMode::Writable);
+        let result = Ring::new(pages, RingFullPolicy::Writable);
         assert!(
             matches!(result, Err(RingError::Pages { pages: p }) if p == pages),
             "{pages}"
@@ -253,7 +256,7 @@ fn ring_page_count_is_limited() {
 #[test]
 fn watermarks_are_bounded_by_the_ring() {
     let woken_after = |pages, wakeup| {
-        let ring = ring(pages, RingMode::Writable);
+        let ring = ring(pages, RingFullPolicy::Writable);
         ring.set_wakeup(wakeup);
         let mut bytes = 0u64;
         while !ring.take_poll().readable {
@@ -286,7 +289,7 @@ fn charge_lives_as_long_as_ring() {
         }
     }
     let [first, second] = [(); 2].map(|()| Arc::new(AtomicU64::new(0)));
-    let ring = ring(1, RingMode::Writable);
+    let ring = ring(1, RingFullPolicy::Writable);
     ring.keep(Box::new(Charge(first.clone())));
     ring.keep(Box::new(Charge(second.clone())));
     let gone = || (first.load(Relaxed), second.load(Relaxed));
@@ -300,7 +303,7 @@ fn charge_lives_as_long_as_ring() {
 #[test]
 fn batches_of_invalid_size_are_rejected() {
     for (pages, most) in [(1, 512), (16, 8192), (1024, RECORD_SIZE_MAX)] {
-        let ring = ring(pages, RingMode::Writable);
+        let ring = ring(pages, RingFullPolicy::Writable);
         assert_eq!(ring.batch_max(), most);
         for bytes in [0, 4, 7, 12, most - 4, most + 8] {
             assert!(ring.begin_batch(bytes, 1).is_err(), "{bytes} of {most}");
@@ -328,7 +331,7 @@ fn refused<T>(result: Result<T, RingError>) -> (&'static str, usize) {
 /// discard the excess bytes.
 #[test]
 fn record_writes_never_exceed_its_size() {
-    let (ring, mut reader) = ring_and_reader(1, RingMode::Writable);
+    let (ring, mut reader) = ring_and_reader(1, RingFullPolicy::Writable);
     let mut record = ring.begin(24, true).expect("room");
     record.put_u64(9);
     assert_eq!(record.left(), 16);
@@ -348,7 +351,7 @@ fn record_writes_never_exceed_its_size() {
 /// A batch rejects records of invalid size.
 #[test]
 fn batch_records_of_invalid_size_are_rejected() {
-    let ring = ring(1, RingMode::Writable);
+    let ring = ring(1, RingFullPolicy::Writable);
     let mut run = ring.begin_batch(32, 1).expect("room");
     for size in [0, 4, 7] {
         assert_eq!(refused(run.begin(size)), ("size", size));

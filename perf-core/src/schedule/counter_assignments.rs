@@ -9,7 +9,7 @@
 
 use smallvec::SmallVec;
 
-use crate::model::keys::{EventKey, GroupKey, Key};
+use crate::model::keys::{EventKey, Key, MuxGroupKey};
 use crate::pmu::CounterMask;
 
 /// A group member that needs a counter.
@@ -28,7 +28,7 @@ pub(crate) struct CounterRequest {
 struct AssignedEvent {
     fits: CounterMask,
     seat: u8,
-    group: GroupKey,
+    group: MuxGroupKey,
     /// Index of the event's [`CounterRequest`] in its group.
     want: usize,
 }
@@ -85,7 +85,7 @@ impl CounterAssignments {
     }
 
     /// Returns each assignment: the group, the index of the request in the group, and the counter.
-    pub fn seated(&self) -> impl Iterator<Item = (GroupKey, usize, u8)> + '_ {
+    pub fn seated(&self) -> impl Iterator<Item = (MuxGroupKey, usize, u8)> + '_ {
         self.events.iter().map(|e| (e.group, e.want, e.seat))
     }
 
@@ -102,7 +102,7 @@ impl CounterAssignments {
     /// group is active and keeps its counters if possible.
     pub fn take(
         &mut self,
-        group: GroupKey,
+        group: MuxGroupKey,
         wants: &[CounterRequest],
         allowed: CounterMask,
         on: bool,
@@ -142,7 +142,7 @@ impl CounterAssignments {
             fits,
             seat: None,
         };
-        self.take(GroupKey::new(0), &[want], CounterMask::ALL, false)
+        self.take(MuxGroupKey::new(0), &[want], CounterMask::ALL, false)
     }
 
     #[expect(clippy::cast_possible_truncation, reason = "there are at most 64 counters")]
@@ -281,7 +281,7 @@ mod tests {
         // counter and the second fixed-function counter.
         let mut seats = CounterAssignments::new(CounterMask::first(7));
         seats
-            .take(GroupKey::new(0), &[want(0b010_1111)], CounterMask::ALL, false)
+            .take(MuxGroupKey::new(0), &[want(0b010_1111)], CounterMask::ALL, false)
             .unwrap();
         assert_eq!(seats_of(&seats), [5]);
         for _ in 0..4 {
@@ -339,7 +339,7 @@ mod tests {
                 let wants: Vec<CounterRequest> = group.iter().map(|&bits| want(bits)).collect();
                 let with: Vec<u64> = taken.iter().chain(group).copied().collect();
                 let before = seats_of(&seats);
-                match seats.take(GroupKey::new(key), &wants, CounterMask::ALL, false) {
+                match seats.take(MuxGroupKey::new(key), &wants, CounterMask::ALL, false) {
                     Ok(()) => {
                         prop_assert!(possible(&with, counters));
                         taken = with;
@@ -380,7 +380,7 @@ mod tests {
             let mut next = CounterAssignments::new(CounterMask::first(7));
             on.iter().for_each(|w| next.keep(w.seat));
             for w in &on {
-                prop_assert!(next.take(GroupKey::new(0), &[*w], CounterMask::ALL, true).is_ok());
+                prop_assert!(next.take(MuxGroupKey::new(0), &[*w], CounterMask::ALL, true).is_ok());
             }
             prop_assert_eq!(seats_of(&next), on.iter().map(|w| w.seat.unwrap()).collect::<Vec<_>>());
             // A new event that finds a free counter or is rejected moves no other event.

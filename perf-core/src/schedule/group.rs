@@ -7,7 +7,7 @@
 use smallvec::SmallVec;
 
 use super::counter_assignments::CounterRequest;
-use crate::model::keys::{EventKey, GroupKey, PoolId, Table};
+use crate::model::keys::{EventKey, MuxGroupKey, PoolId, Table};
 
 /// A group leader and its siblings, scheduled together or not at all.
 #[derive(Debug)]
@@ -36,8 +36,8 @@ pub(crate) struct Group {
 
 #[derive(Clone, Copy, Debug)]
 struct Link {
-    prev: GroupKey,
-    next: GroupKey,
+    prev: MuxGroupKey,
+    next: MuxGroupKey,
 }
 
 impl Group {
@@ -98,7 +98,7 @@ impl GroupClass {
 /// A queue of groups that are scheduled in order.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct GroupQueue {
-    head: Option<GroupKey>,
+    head: Option<MuxGroupKey>,
     len: usize,
 }
 
@@ -108,7 +108,7 @@ impl GroupQueue {
     }
 
     /// Appends group `key`, which must not be in any queue.
-    pub fn push_back(&mut self, groups: &mut Table<GroupKey, Group>, key: GroupKey) {
+    pub fn push_back(&mut self, groups: &mut Table<MuxGroupKey, Group>, key: MuxGroupKey) {
         debug_assert!(groups[key].link.is_none());
         let link = match self.head {
             None => {
@@ -130,7 +130,7 @@ impl GroupQueue {
     }
 
     /// Removes group `key`. Has no effect on a group that is in no queue.
-    pub fn remove(&mut self, groups: &mut Table<GroupKey, Group>, key: GroupKey) {
+    pub fn remove(&mut self, groups: &mut Table<MuxGroupKey, Group>, key: MuxGroupKey) {
         let Some(link) = groups[key].link.take() else {
             return;
         };
@@ -147,18 +147,18 @@ impl GroupQueue {
     }
 
     /// Returns the first group in the queue, or `None` if the queue is empty.
-    pub fn first(&self) -> Option<GroupKey> {
+    pub fn first(&self) -> Option<MuxGroupKey> {
         self.head
     }
 
     /// Returns the group after `key` in the queue, or `None` if `key` is the last one.
-    pub fn after(&self, groups: &Table<GroupKey, Group>, key: GroupKey) -> Option<GroupKey> {
+    pub fn after(&self, groups: &Table<MuxGroupKey, Group>, key: MuxGroupKey) -> Option<MuxGroupKey> {
         let next = groups[key].link?.next;
         (Some(next) != self.head).then_some(next)
     }
 
     /// Returns an iterator over the groups, from the first to the last.
-    pub fn iter<'a>(&self, groups: &'a Table<GroupKey, Group>) -> impl Iterator<Item = GroupKey> + 'a {
+    pub fn iter<'a>(&self, groups: &'a Table<MuxGroupKey, Group>) -> impl Iterator<Item = MuxGroupKey> + 'a {
         let mut next = self.head;
         let mut left = self.len;
         std::iter::from_fn(move || {
@@ -170,13 +170,13 @@ impl GroupQueue {
     }
 }
 
-fn links(groups: &Table<GroupKey, Group>, key: GroupKey) -> Link {
+fn links(groups: &Table<MuxGroupKey, Group>, key: MuxGroupKey) -> Link {
     groups[key]
         .link
         .expect("a group reached through a queue is linked")
 }
 
-fn set(groups: &mut Table<GroupKey, Group>, key: GroupKey, change: impl FnOnce(&mut Link)) {
+fn set(groups: &mut Table<MuxGroupKey, Group>, key: MuxGroupKey, change: impl FnOnce(&mut Link)) {
     change(
         groups[key]
             .link
@@ -190,7 +190,7 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    fn order(queue: &GroupQueue, groups: &Table<GroupKey, Group>) -> Vec<GroupKey> {
+    fn order(queue: &GroupQueue, groups: &Table<MuxGroupKey, Group>) -> Vec<MuxGroupKey> {
         queue.iter(groups).collect()
     }
 

@@ -14,8 +14,8 @@ use std::ops::{Index, IndexMut};
 
 use smallvec::SmallVec;
 
-use crate::model::keys::{GroupKey, Key, PoolId, Table};
-use crate::mux::{MuxPolicy, MuxQueue, SlotOffer};
+use crate::model::keys::{Key, MuxGroupKey, PoolId, Table};
+use crate::mux::{MuxPolicy, MuxQueue, SlotOfferOutcome};
 use crate::pmu::CounterMask;
 use group::{Group, GroupClass, GroupQueue};
 
@@ -92,7 +92,7 @@ pub(crate) struct SlotPool {
     flexible: [MuxQueue; GroupClass::FLEXIBLE],
     /// Groups that cannot become active together with the active pinned groups. Parked groups are
     /// not in a queue, because they would block the groups after them indefinitely.
-    pub parked: Vec<GroupKey>,
+    pub parked: Vec<MuxGroupKey>,
     /// Capacity that the last plan left for the flexible queues.
     left: RemainingCapacity,
     /// Difference between the service that VM-wide flexible groups and single-vCPU flexible groups
@@ -100,7 +100,7 @@ pub(crate) struct SlotPool {
     /// was active. The class that has received less service is planned first.
     vm_lead: f64,
     /// Active groups, in the order of the last plan.
-    pub on: SmallVec<[GroupKey; 16]>,
+    pub on: SmallVec<[MuxGroupKey; 16]>,
 }
 
 impl SlotPool {
@@ -136,7 +136,7 @@ impl SlotPool {
     }
 
     /// Moves a parked group back to its queue.
-    pub fn unpark(&mut self, groups: &mut Table<GroupKey, Group>, key: GroupKey) {
+    pub fn unpark(&mut self, groups: &mut Table<MuxGroupKey, Group>, key: MuxGroupKey) {
         if std::mem::take(&mut groups[key].parked) {
             self.parked.retain(|p| *p != key);
             if let ClassQueue::Flexible(queue) = self.queue(groups[key].class) {
@@ -146,7 +146,7 @@ impl SlotPool {
     }
 
     /// Moves all parked groups back to their queues.
-    fn unpark_all(&mut self, groups: &mut Table<GroupKey, Group>) {
+    fn unpark_all(&mut self, groups: &mut Table<MuxGroupKey, Group>) {
         let mut parked = std::mem::take(&mut self.parked);
         for key in parked.drain(..) {
             groups[key].parked = false;
@@ -197,7 +197,7 @@ impl SlotPool {
 
     /// Ends the multiplexing interval of each flexible queue if it is due. Returns the active
     /// groups that must now be read, in the middle of their slices.
-    pub fn turn(&mut self, now_ns: u64) -> [Option<GroupKey>; GroupClass::FLEXIBLE] {
+    pub fn turn(&mut self, now_ns: u64) -> [Option<MuxGroupKey>; GroupClass::FLEXIBLE] {
         if self.next_turn_ns().is_some_and(|due_ns| due_ns <= now_ns) {
             self.account_service();
         }
@@ -276,9 +276,9 @@ impl MuxConfig {
 #[derive(Debug, Default, PartialEq, Eq)]
 pub(crate) struct SlotPlan {
     /// Groups that must be active, in order of precedence.
-    pub on: SmallVec<[GroupKey; 16]>,
+    pub on: SmallVec<[MuxGroupKey; 16]>,
     /// Pinned groups that do not fit and must enter the error state.
-    pub failed: SmallVec<[GroupKey; 4]>,
+    pub failed: SmallVec<[MuxGroupKey; 4]>,
 }
 
 /// Capacity that remains for the flexible queues after the pinned groups that precede them.
@@ -311,7 +311,7 @@ struct FreeCapacity {
 impl FreeCapacity {
     /// Returns the capacity of a pool before any group is planned. New events avoid the counters of
     /// the events that are currently active.
-    fn new(pool: &SlotPool, groups: &Table<GroupKey, Group>) -> Self {
+    fn new(pool: &SlotPool, groups: &Table<MuxGroupKey, Group>) -> Self {
         let mut seats = CounterAssignments::new(pool.counters);
         for &key in &pool.on {
             groups[key].wants.iter().for_each(|want| seats.keep(want.seat));
@@ -331,22 +331,22 @@ impl FreeCapacity {
         }
     }
 
-    fn offer(&mut self, key: GroupKey, group: &Group) -> SlotOffer {
+    fn offer(&mut self, key: MuxGroupKey, group: &Group) -> SlotOfferOutcome {
         // An exclusive group at the head of the queue is not overtaken by groups that fit.
         // Otherwise the multiplexed groups would always occupy the PMU.
         if self.exclusive || (group.exclusive && self.seats.len() > 0) {
-            return SlotOffer::NoRoom;
+            return SlotOfferOutcome::NoRoom;
         }
         let allowed = self.allowed(group.class);
         if self.seats.take(key, &group.wants, allowed, group.on).is_err() {
-            return SlotOffer::NoRoom;
+            return SlotOfferOutcome::NoRoom;
         }
         self.exclusive |= group.exclusive && !group.wants.is_empty();
-        SlotOffer::Taken
+        SlotOfferOutcome::Taken
     }
 
     /// Returns `true` if a group would fit if only the always active groups were active too.
-    fn can_ever_fit(&self, always: AlwaysActive, key: GroupKey, group: &Group) -> bool {
+    fn can_ever_fit(&self, always: AlwaysActive, key: MuxGroupKey, group: &Group) -> bool {
         if group.exclusive && always.events > 0 {
             return false;
         }
@@ -384,7 +384,7 @@ impl RemainingCapacity {
 /// accordingly.
 pub(crate) fn plan(
     pool: &mut SlotPool,
-    groups: &mut Table<GroupKey, Group>,
+    groups: &mut Table<MuxGroupKey, Group>,
     policy: SharePolicy,
 ) -> SlotPlan {
     let mut plan = SlotPlan::default();
@@ -395,8 +395,8 @@ pub(crate) fn plan(
             ClassQueue::Pinned(queue) => {
                 for key in queue.iter(groups) {
                     match room.offer(key, &groups[key]) {
-                        SlotOffer::Taken => plan.on.push(key),
-                        SlotOffer::NoRoom | SlotOffer::NotNow => plan.failed.push(key),
+                        SlotOfferOutcome::Taken => plan.on.push(key),
+                        SlotOfferOutcome::NoRoom | SlotOfferOutcome::NotNow => plan.failed.push(key),
                     }
                 }
             }
@@ -411,18 +411,18 @@ pub(crate) fn plan(
                     }
                     always
                 });
-                let mut hopeless: SmallVec<[GroupKey; 16]> = SmallVec::new();
+                let mut hopeless: SmallVec<[MuxGroupKey; 16]> = SmallVec::new();
                 let ClassQueue::Flexible(queue) = pool.queue(class) else {
                     continue;
                 };
                 queue.fill(|key| {
                     let group = &groups[key];
                     let turn = room.offer(key, group);
-                    if turn == SlotOffer::Taken {
+                    if turn == SlotOfferOutcome::Taken {
                         plan.on.push(key);
                     } else if !room.can_ever_fit(always, key, group) {
                         hopeless.push(key);
-                        return SlotOffer::NotNow;
+                        return SlotOfferOutcome::NotNow;
                     }
                     turn
                 });

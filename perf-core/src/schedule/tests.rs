@@ -74,7 +74,7 @@ struct Planned {
 
 struct World {
     pool: SlotPool,
-    groups: Table<GroupKey, Group>,
+    groups: Table<MuxGroupKey, Group>,
     asked: Asked,
 }
 
@@ -153,7 +153,7 @@ impl World {
             group.on = plan.on.contains(&key);
         }
         self.pool.on = plan.on.iter().copied().collect();
-        let numbers = |keys: &[GroupKey]| keys.iter().map(|key| key.index()).collect();
+        let numbers = |keys: &[MuxGroupKey]| keys.iter().map(|key| key.index()).collect();
         Planned {
             on: numbers(&plan.on),
             failed: numbers(&plan.failed),
@@ -283,11 +283,11 @@ fn parked_groups_return_when_pinned_events_change() {
     let groups = [GroupClass::Guest, GroupClass::FlexibleVcpu].map(|class| asked_group(class, 0b01));
     let mut world = world(0b11, 0, groups.to_vec());
     assert_eq!(world.plan().on[..], [0]);
-    assert!(world.groups[GroupKey::new(1)].parked, "it can not go on");
+    assert!(world.groups[MuxGroupKey::new(1)].parked, "it can not go on");
     // The pinned event is replaced by one that fits a different counter.
-    world.groups[GroupKey::new(0)].wants[0].fits = CounterMask::from_bits(0b10);
+    world.groups[MuxGroupKey::new(0)].wants[0].fits = CounterMask::from_bits(0b10);
     assert_eq!(world.plan().on[..], [0, 1]);
-    assert!(!world.groups[GroupKey::new(1)].parked);
+    assert!(!world.groups[MuxGroupKey::new(1)].parked);
 }
 
 /// Creates a group with one event that fits the counters `bits`.
@@ -314,7 +314,7 @@ fn world(counters: u64, reserved: usize, groups: Vec<AskedGroup>) -> World {
 fn parked_groups_return_when_reservation_shrinks() {
     let mut world = world(0b11, 2, vec![asked_group(GroupClass::FlexibleVcpu, 0b11)]);
     assert!(world.plan().on.is_empty());
-    assert!(world.groups[GroupKey::new(0)].parked);
+    assert!(world.groups[MuxGroupKey::new(0)].parked);
     world.pool.reserve(1);
     assert_eq!(world.plan().on[..], [0]);
     world.pool.reserve(2);
@@ -334,7 +334,7 @@ fn capacity_change_is_detected() {
     let room = |world: &World, fits: [u64; 2]| {
         let mut room = FreeCapacity::new(&world.pool, &world.groups);
         for bits in fits {
-            let key = GroupKey::new(0);
+            let key = MuxGroupKey::new(0);
             assert!(
                 room.seats
                     .take(key, &[request(bits)], CounterMask::ALL, false)

@@ -7,7 +7,7 @@ use crate::attr::{Attr, EventType, SampleType};
 use crate::mux::MuxPolicy;
 use crate::ring::PAGE_SIZE;
 use crate::schedule::{MuxConfig, SharePolicy};
-use crate::service::error::OpenError;
+use crate::service::error::PerfEventOpenError;
 use crate::time::{Clock, MonotonicClock};
 
 /// Configuration of a [`crate::PerfCore`].
@@ -144,19 +144,19 @@ impl CoreLimits {
     }
 
     /// Checks that a user may count events with `attr`, on any target.
-    pub fn check_attr(&self, attr: &Attr, admin: bool) -> Result<(), OpenError> {
+    pub fn check_attr(&self, attr: &Attr, admin: bool) -> Result<(), PerfEventOpenError> {
         let host_kernel = !attr.exclude_host && !attr.exclude_kernel;
         if host_kernel && self.paranoid() > 1 && !admin {
-            return Err(OpenError::HostKernelDenied);
+            return Err(PerfEventOpenError::HostKernelDenied);
         }
         Ok(())
     }
 
     /// Checks that the sampling frequency of `attr` does not exceed the limit.
-    pub fn check_rate(&self, attr: &Attr) -> Result<(), OpenError> {
+    pub fn check_rate(&self, attr: &Attr) -> Result<(), PerfEventOpenError> {
         let limit = self.sample_rate_hz();
         if attr.freq && attr.sample_period > limit {
-            return Err(OpenError::FrequencyTooHigh {
+            return Err(PerfEventOpenError::FrequencyTooHigh {
                 asked: attr.sample_period,
                 limit,
             });
@@ -165,11 +165,11 @@ impl CoreLimits {
     }
 
     /// Checks that a user may take raw samples.
-    pub fn check_raw(&self, attr: &Attr, admin: bool) -> Result<(), OpenError> {
+    pub fn check_raw(&self, attr: &Attr, admin: bool) -> Result<(), PerfEventOpenError> {
         let raw = attr.sample_type.contains(SampleType::RAW)
             && matches!(attr.ty, EventType::TRACEPOINT | EventType::VMM);
         if raw && self.paranoid() > -1 && !admin {
-            return Err(OpenError::RawDenied);
+            return Err(PerfEventOpenError::RawDenied);
         }
         Ok(())
     }
@@ -189,9 +189,9 @@ impl CoreLimits {
     }
 
     /// Checks that a user may open VM-wide events.
-    pub fn check_vm(&self, admin: bool) -> Result<(), OpenError> {
+    pub fn check_vm(&self, admin: bool) -> Result<(), PerfEventOpenError> {
         if self.paranoid() > 0 && !admin {
-            Err(OpenError::VmWideDenied)
+            Err(PerfEventOpenError::VmWideDenied)
         } else {
             Ok(())
         }

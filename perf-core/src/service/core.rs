@@ -15,7 +15,7 @@ use crate::model::wanted::RecordDemand;
 use crate::pmu::{CounterMask, Pmu, PmuCapacity, VcpuId};
 use crate::record::SampleId;
 use crate::service::config::{CoreLimits, PerfCoreConfig};
-use crate::service::error::OpenError;
+use crate::service::error::PerfEventOpenError;
 use crate::service::memory::RingMemory;
 use crate::service::open_events::OpenEvents;
 
@@ -33,7 +33,7 @@ pub(crate) struct CoreInner {
     /// Context of the whole VM, which is always scheduled in.
     pub vm: Arc<ContextCell>,
     /// vCPU contexts. Every tick reads them without a lock.
-    pub vcpus: ArcSwap<Vec<Arc<VcpuContext>>>,
+    pub vcpus: ArcSwap<Vec<Arc<VcpuEventContext>>>,
     /// Lock that is held while events are opened and closed and vCPUs are added and removed, so
     /// that a new vCPU inherits every VM-wide event. Never acquired on a hot path. First in the
     /// lock order: topology, family, context.
@@ -209,14 +209,16 @@ impl CoreInner {
         attr: &Attr,
         cell: &ContextCell,
         leader: Option<EventKey>,
-    ) -> Result<(Source, Option<HardwareNeeds>), OpenError> {
+    ) -> Result<(Source, Option<HardwareNeeds>), PerfEventOpenError> {
         if attr.ty == EventType::VMM {
             if SoftwareEventId::from_config(attr.config).is_none() {
-                return Err(OpenError::NoSuchSoftwareEvent(attr.config));
+                return Err(PerfEventOpenError::NoSuchSoftwareEvent(attr.config));
             }
             return Ok((Source::Raised(0), None));
         }
-        let (at, pmu, capacity) = self.driver(attr.ty).ok_or(OpenError::NoDriver(attr.ty))?;
+        let (at, pmu, capacity) = self
+            .driver(attr.ty)
+            .ok_or(PerfEventOpenError::NoDriver(attr.ty))?;
         let group = leader.and_then(|leader| cell.lock().driver_group(leader));
         let event = match group {
             Some(group) => pmu.open_in_group(attr, cell.target(), &group)?,
@@ -231,15 +233,15 @@ impl CoreInner {
 
 /// The context of one vCPU.
 ///
-/// The vCPU thread brackets guest execution with [`VcpuContext::sched_in`] and
-/// [`VcpuContext::sched_out`] (around the run loop rather than each VM entry), and calls
-/// [`VcpuContext::service_overflows`] after an overflow signal. All methods are thread-safe.
+/// The vCPU thread brackets guest execution with [`VcpuEventContext::sched_in`] and
+/// [`VcpuEventContext::sched_out`] (around the run loop rather than each VM entry), and calls
+/// [`VcpuEventContext::service_overflows`] after an overflow signal. All methods are thread-safe.
 #[derive(Debug)]
-pub struct VcpuContext {
+pub struct VcpuEventContext {
     pub(crate) vcpu: VcpuId,
     pub(crate) tid: i32,
     /// Current context of the vCPU. A thread that runs several vCPUs may swap their contexts (see
-    /// [`VcpuContext::switch_to`]).
+    /// [`VcpuEventContext::switch_to`]).
     pub(crate) cell: ArcSwap<ContextCell>,
     pub(crate) core: Weak<CoreInner>,
     pub(crate) gates: Arc<OpenEventCounts>,
@@ -249,6 +251,6 @@ pub struct VcpuContext {
     /// Reference to [`Context::errors`] of the current context. Separate from `cell`, because it is
     /// read at each VM entry.
     pub(crate) errors: Arc<AtomicU64>,
-    /// Value of [`VcpuContext::errors`] at the last call of [`VcpuContext::take_errors`].
+    /// Value of [`VcpuEventContext::errors`] at the last call of [`VcpuEventContext::take_errors`].
     pub(crate) handled_errors: AtomicU64,
 }

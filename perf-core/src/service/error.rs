@@ -7,7 +7,7 @@ use crate::ring::RingError;
 /// Error of a control call, such as enabling or reading an event.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
-pub enum ControlError {
+pub enum PerfEventControlError {
     /// The event is closed.
     #[error("the event is closed")]
     Closed,
@@ -27,7 +27,7 @@ pub enum ControlError {
     Driver(#[from] PmuError),
 }
 
-impl ControlError {
+impl PerfEventControlError {
     /// Returns the errno that `ioctl(2)` or `read(2)` on a kernel event returns for this error.
     #[must_use]
     pub fn errno(&self) -> i32 {
@@ -43,7 +43,7 @@ impl ControlError {
 /// Error of opening an event ([`crate::PerfCore::open`]).
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
-pub enum OpenError {
+pub enum PerfEventOpenError {
     /// The attributes are malformed.
     #[error(transparent)]
     Attr(#[from] AttrError),
@@ -121,7 +121,7 @@ pub enum OpenError {
     NoSuchSoftwareEvent(u64),
     /// The output cannot be redirected to the ring of the given event.
     #[error("cannot redirect the output")]
-    Output(#[source] ControlError),
+    Output(#[source] PerfEventControlError),
     /// No driver serves this event type.
     #[error("no driver supports event type {:#x}", .0.0)]
     NoDriver(EventType),
@@ -130,7 +130,7 @@ pub enum OpenError {
     Driver(#[from] PmuError),
 }
 
-impl OpenError {
+impl PerfEventOpenError {
     /// Returns the errno that `perf_event_open(2)` returns for this error.
     #[must_use]
     pub fn errno(&self) -> i32 {
@@ -157,7 +157,7 @@ impl OpenError {
 /// Error of mapping a ring ([`crate::EventHandle::map`]).
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
-pub enum MapError {
+pub enum RingMapError {
     /// The event is closed.
     #[error("the event is closed")]
     Closed,
@@ -187,7 +187,7 @@ pub enum MapError {
     Ring(#[from] RingError),
 }
 
-impl MapError {
+impl RingMapError {
     /// Returns the errno that `mmap(2)` on a kernel event returns for this error.
     #[must_use]
     pub fn errno(&self) -> i32 {

@@ -10,7 +10,7 @@ use crate::model::state::EventState;
 use crate::notify::PollState;
 use crate::sample::SamplingRate;
 use crate::service::core::CoreInner;
-use crate::service::error::OpenError;
+use crate::service::error::PerfEventOpenError;
 use crate::service::open_events::{Child, EventLinks};
 
 impl CoreInner {
@@ -52,7 +52,7 @@ impl CoreInner {
         &self,
         members: &[(EventKey, Arc<EventShared>)],
         cell: &Arc<ContextCell>,
-    ) -> Result<(), OpenError> {
+    ) -> Result<(), PerfEventOpenError> {
         let mut leader = None;
         for (parent_key, parent) in members {
             self.check_child(&parent.attr, cell, leader)?;
@@ -75,7 +75,7 @@ impl CoreInner {
         links: &EventLinks,
         cell: &Arc<ContextCell>,
         leader: Option<EventKey>,
-    ) -> Result<EventKey, OpenError> {
+    ) -> Result<EventKey, PerfEventOpenError> {
         let shared = Arc::new(EventShared::new(
             parent.attr.clone(),
             parent.owner,

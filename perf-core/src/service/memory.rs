@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use crate::lock::{Lock, LockGuard, LockRank};
 use crate::ring::MemoryWatch;
-use crate::service::error::MapError;
+use crate::service::error::RingMapError;
 
 /// The ring memory that each user has in use, in pages. Memory is charged as long as any process
 /// references it.
@@ -70,7 +70,7 @@ impl RingMemory {
         uid: u32,
         pages: u64,
         limit: Option<u64>,
-    ) -> Result<RingCharge, MapError> {
+    ) -> Result<RingCharge, RingMapError> {
         let mut users = self.lock();
         let used = users.entry(uid).or_default();
         if let Some(limit) = limit
@@ -78,7 +78,7 @@ impl RingMemory {
         {
             used.sweep();
             if used.pages.saturating_add(pages) > limit {
-                return Err(MapError::MemoryLimit { pages, limit });
+                return Err(RingMapError::MemoryLimit { pages, limit });
             }
         }
         used.pages = used.pages.saturating_add(pages);

@@ -8,7 +8,7 @@ use std::sync::Arc;
 
 use crate::lock::LockGuard;
 use crate::model::output::Output;
-use crate::service::error::ControlError;
+use crate::service::error::PerfEventControlError;
 use crate::service::open_events::{EventRef, OutputState};
 
 impl EventRef {
@@ -18,12 +18,14 @@ impl EventRef {
 
     /// Checks that other events may write to the ring of this event. The caller must hold the
     /// topology lock.
-    pub fn can_be_output(&self) -> Result<(), ControlError> {
+    pub fn can_be_output(&self) -> Result<(), PerfEventControlError> {
         if self.output_state().redirect.is_some() {
-            return Err(ControlError::Invalid("the target writes to another event itself"));
+            return Err(PerfEventControlError::Invalid(
+                "the target writes to another event itself",
+            ));
         }
         if self.cell.lock().get(self.key, &self.shared).is_none() {
-            return Err(ControlError::Closed);
+            return Err(PerfEventControlError::Closed);
         }
         Ok(())
     }
@@ -84,18 +86,20 @@ impl EventRef {
 
     /// Redirects the event's output to the ring of `target`, or back to its own ring. The caller
     /// must hold the topology lock.
-    pub fn set_output(&self, target: Option<&Self>) -> Result<(), ControlError> {
+    pub fn set_output(&self, target: Option<&Self>) -> Result<(), PerfEventControlError> {
         if let Some(target) = target {
             if Arc::ptr_eq(&self.shared, &target.shared) {
-                return Err(ControlError::Invalid("an event cannot be its own output"));
+                return Err(PerfEventControlError::Invalid(
+                    "an event cannot be its own output",
+                ));
             }
             target.can_be_output()?;
             let state = self.output_state();
             if state.own.is_some() {
-                return Err(ControlError::Invalid("the event has a ring of its own"));
+                return Err(PerfEventControlError::Invalid("the event has a ring of its own"));
             }
             if !state.sources.is_empty() {
-                return Err(ControlError::Invalid("other events write to this one"));
+                return Err(PerfEventControlError::Invalid("other events write to this one"));
             }
         }
         let old = std::mem::replace(&mut self.output_state().redirect, target.cloned());

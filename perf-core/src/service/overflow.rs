@@ -4,9 +4,9 @@ use std::sync::atomic::Ordering;
 
 use crate::context::{ContextCell, OverflowSearch, ReportBatch, ServicePass};
 use crate::model::regs::{RegsCache, RegsRequest, SampleRegs, SampledRegs};
-use crate::model::software::{LevelGuard, SoftwareEventId, SoftwareEventLevel};
+use crate::model::software::{LevelGuard, RecursionContext, SoftwareEventId};
 use crate::sample::OverflowReport;
-use crate::service::core::{CoreInner, VcpuContext};
+use crate::service::core::{CoreInner, VcpuEventContext};
 
 /// Services the overflows of the vCPU with context `cell`, and those of the VM context.
 pub(crate) fn service(
@@ -55,7 +55,7 @@ impl OverflowService<'_> {
             {
                 // Marks the level as being handled. An event that `regs` raises while the registers
                 // are read is then dropped, like an event that is raised while another is handled.
-                let Some(_level) = LevelGuard::enter(SoftwareEventLevel::Thread) else {
+                let Some(_level) = LevelGuard::enter(RecursionContext::Thread) else {
                     return noticed.served;
                 };
                 let seen = self.known.read(self.regs, self.wants);
@@ -99,13 +99,13 @@ impl CoreInner {
 /// A software event to raise on a vCPU.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct RaisedEvent {
-    pub level: SoftwareEventLevel,
+    pub level: RecursionContext,
     pub id: SoftwareEventId,
     pub n: u64,
 }
 
-impl VcpuContext {
-    /// Raises a software event on this vCPU. See [`VcpuContext::software_event_at`].
+impl VcpuEventContext {
+    /// Raises a software event on this vCPU. See [`VcpuEventContext::software_event_at`].
     pub(crate) fn raise(
         &self,
         RaisedEvent { level, id, n }: RaisedEvent,
@@ -123,7 +123,7 @@ impl VcpuContext {
         };
         // Only the run loop may block on a context lock. A signal handler or nested call may have
         // interrupted the code that holds it.
-        let may_wait = level == SoftwareEventLevel::Thread && guard.is_outermost();
+        let may_wait = level == RecursionContext::Thread && guard.is_outermost();
         let mut batch = ReportBatch::new();
         let (mut known, mut wants) = (RegsCache::default(), RegsRequest::default());
         let own = self.cell.load();

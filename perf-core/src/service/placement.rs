@@ -9,11 +9,11 @@ use crate::model::event::Source;
 use crate::model::keys::EventKey;
 use crate::model::software::SoftwareEventId;
 use crate::model::state::Owner;
-use crate::pmu::{PmuError, PmuTarget, VcpuId};
+use crate::pmu::{PmuError, PmuEventTarget, VcpuId};
 use crate::schedule::SharePolicy;
 use crate::schedule::counter_assignments::{CounterAssignments, CounterConflict};
 use crate::service::core::{CoreInner, HardwareNeeds};
-use crate::service::error::OpenError;
+use crate::service::error::PerfEventOpenError;
 use crate::service::open_events::EventRef;
 
 /// The context, the source of the counts and the owner of a new event.
@@ -36,7 +36,7 @@ impl CoreInner {
         cell: Arc<ContextCell>,
         owner: Owner,
         leader: Option<&EventRef>,
-    ) -> Result<Placement, OpenError> {
+    ) -> Result<Placement, PerfEventOpenError> {
         let leads_family = leader.map(|l| l.shared.is_family);
         let family = |cell| Placement {
             cell,
@@ -55,7 +55,7 @@ impl CoreInner {
         }
         if attr.ty == EventType::VMM {
             if SoftwareEventId::from_config(attr.config).is_none() {
-                return Err(OpenError::NoSuchSoftwareEvent(attr.config));
+                return Err(PerfEventOpenError::NoSuchSoftwareEvent(attr.config));
             }
             let fan_out = leads_family.unwrap_or(attr.inherit);
             return Ok(if fan_out {
@@ -69,8 +69,10 @@ impl CoreInner {
                 }
             });
         }
-        let (at, pmu, capacity) = self.driver(attr.ty).ok_or(OpenError::NoDriver(attr.ty))?;
-        let whole = match pmu.open(attr, PmuTarget::Vm) {
+        let (at, pmu, capacity) = self
+            .driver(attr.ty)
+            .ok_or(PerfEventOpenError::NoDriver(attr.ty))?;
+        let whole = match pmu.open(attr, PmuEventTarget::Vm) {
             Ok(mut event) => {
                 let package = event.count().is_some();
                 (package || !leads_family.unwrap_or(attr.inherit)).then_some(event)
@@ -89,7 +91,7 @@ impl CoreInner {
             Err(error) => return Err(error.into()),
         };
         match whole {
-            Some(_) if leads_family == Some(true) => Err(OpenError::Group(
+            Some(_) if leads_family == Some(true) => Err(PerfEventOpenError::Group(
                 "a package count cannot join a group that fans out over vCPUs",
             )),
             Some(event) => Ok(Placement {
@@ -109,7 +111,7 @@ impl CoreInner {
         attr: &Attr,
         cell: &ContextCell,
         leader: Option<EventKey>,
-    ) -> Result<(), OpenError> {
+    ) -> Result<(), PerfEventOpenError> {
         let hardware = self
             .driver(attr.ty)
             .and_then(|(at, pmu, capacity)| HardwareNeeds::of(at, &*pmu, capacity, attr));
@@ -119,7 +121,7 @@ impl CoreInner {
     /// Checks that a VM-wide event and its group would fit on a vCPU that is added later and has
     /// only inherited events. Without this check, a hot-add could fail because of events that were
     /// opened while there was no vCPU.
-    pub fn check_hot_add(&self, attr: &Attr, leader: Option<&EventRef>) -> Result<(), OpenError> {
+    pub fn check_hot_add(&self, attr: &Attr, leader: Option<&EventRef>) -> Result<(), PerfEventOpenError> {
         let leads = leader.map_or(attr.inherit, |l| l.shared.attr.inherit);
         let Some((at, pmu, capacity)) = self.driver(attr.ty).filter(|_| leads) else {
             return Ok(());
@@ -152,7 +154,9 @@ impl CoreInner {
                         let _ = all.take_one(other.fits);
                     }
                     Some(_) if own => {
-                        return Err(OpenError::Group("its hardware events belong to another driver"));
+                        return Err(PerfEventOpenError::Group(
+                            "its hardware events belong to another driver",
+                        ));
                     }
                     _ => {}
                 }
@@ -162,7 +166,7 @@ impl CoreInner {
         group.take_one(hardware.fits).map_err(too_large)?;
         if self.is_strict() {
             all.take_one(hardware.fits)
-                .map_err(|crowd| OpenError::OvercommittedVm {
+                .map_err(|crowd| PerfEventOpenError::OvercommittedVm {
                     slots: crowd.counters,
                 })?;
         }
@@ -183,7 +187,7 @@ impl CoreInner {
         cell: &ContextCell,
         hardware: Option<HardwareNeeds>,
         leader: Option<EventKey>,
-    ) -> Result<(), OpenError> {
+    ) -> Result<(), PerfEventOpenError> {
         let Some(hardware) = hardware else {
             return Ok(());
         };
@@ -195,7 +199,9 @@ impl CoreInner {
             let members = &context.groups[context.events[leader].group];
             match members.pool {
                 Some(other) if other != pool => {
-                    return Err(OpenError::Group("its hardware events belong to another driver"));
+                    return Err(PerfEventOpenError::Group(
+                        "its hardware events belong to another driver",
+                    ));
                 }
                 _ => {}
             }
@@ -214,7 +220,7 @@ impl CoreInner {
             }
             let vcpu = cell.vcpu().map_or(VcpuId(0), |(vcpu, _)| vcpu);
             all.take_one(hardware.fits)
-                .map_err(|crowd| OpenError::Overcommitted {
+                .map_err(|crowd| PerfEventOpenError::Overcommitted {
                     vcpu,
                     slots: crowd.counters,
                 })?;
@@ -223,8 +229,8 @@ impl CoreInner {
     }
 }
 
-fn too_large(crowd: CounterConflict) -> OpenError {
-    OpenError::GroupTooLarge {
+fn too_large(crowd: CounterConflict) -> PerfEventOpenError {
+    PerfEventOpenError::GroupTooLarge {
         needed: crowd.events,
         slots: crowd.counters,
     }

@@ -14,7 +14,7 @@ use crate::context::ContextCell;
 use crate::model::keys::EventKey;
 use crate::model::state::EventState;
 use crate::record::{CommRecord, EncodeRecord, ReadRecord, SampleId, SwitchRecord, TaskRecord};
-use crate::service::core::{CoreInner, VcpuContext};
+use crate::service::core::{CoreInner, VcpuEventContext};
 
 /// Writes a record for each enabled event in context `cell` that `wants` selects. `record` creates
 /// the record from a trailer. `by` contains the vCPU and the time of the record.
@@ -82,7 +82,7 @@ impl CoreInner {
 
     /// Writes a SWITCH record for `vcpu` with context `cell`. Writes nothing after the vCPU was
     /// removed, because no SWITCH record may follow the EXIT record of the vCPU.
-    pub fn switch_record(&self, vcpu: &VcpuContext, cell: &ContextCell, out: bool) {
+    pub fn switch_record(&self, vcpu: &VcpuEventContext, cell: &ContextCell, out: bool) {
         let by = self.record_origin(cell, cell.now_ns());
         let record = |sample_id| SwitchRecord { out, sample_id };
         let wants = |attr: &Attr| attr.context_switch && !vcpu.gone.load(Ordering::Relaxed);

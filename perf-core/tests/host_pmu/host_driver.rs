@@ -5,8 +5,8 @@
 use std::sync::{Arc, mpsc};
 use std::thread;
 
-use perf_core::pmu::host::{HostPmu, HostProbe, MIN_CLOCK_PERIOD_NS, ignore_sigio};
-use perf_core::pmu::{PmuCapacity, PmuError, PmuTarget};
+use perf_core::pmu::host::{HostPerfCapabilities, HostPmu, MIN_CLOCK_PERIOD_NS, ignore_sigio};
+use perf_core::pmu::{PmuCapacity, PmuError, PmuEventTarget};
 use perf_core::record::DecodedRecord;
 use perf_core::ring::{Ring, RingReader};
 use perf_core::*;
@@ -19,8 +19,8 @@ const TASK_CLOCK: u64 = 1;
 const PAGE_FAULTS: u64 = 2;
 const CONTEXT_SWITCHES: u64 = 3;
 
-fn here() -> PmuTarget {
-    PmuTarget::Vcpu {
+fn here() -> PmuEventTarget {
+    PmuEventTarget::Vcpu {
         vcpu: VcpuId(0),
         tid: this_tid(),
     }
@@ -44,7 +44,7 @@ fn hardware(config: u64) -> Attr {
 struct SampledThread {
     _core: PerfCore,
     _session: Session,
-    vcpu: Arc<VcpuContext>,
+    vcpu: Arc<VcpuEventContext>,
     event: EventHandle,
     ring: Arc<Ring>,
 }
@@ -60,7 +60,7 @@ impl SampledThread {
         let session = core.session(0, SessionRole::Admin);
         let (attr, target) = (
             attr.with_sample_type(SampleType::PERIOD),
-            OpenTarget::Vcpu(VcpuId(0)),
+            EventOpenTarget::Vcpu(VcpuId(0)),
         );
         let event = core
             .open(&session, attr, target, None, OpenFlags::default())
@@ -173,10 +173,10 @@ fn periods_of_real_samples_add_up_to_the_count() {
     work(500);
     event.set_period(7).unwrap();
     work(100);
-    event.disable(ControlScope::Event).unwrap();
+    event.disable(EventControlScope::Event).unwrap();
     event.set_period(90).unwrap();
     work(100);
-    event.enable(ControlScope::Event).unwrap();
+    event.enable(EventControlScope::Event).unwrap();
     work(200);
     vcpu.sched_out();
     event.set_period(3).unwrap();
@@ -215,7 +215,10 @@ fn signal_goes_to_the_target_thread_only() {
     let tid = receive.recv().unwrap();
     let pmu = HostPmu::software(Some(signal));
     let mut ev = pmu
-        .open(&software(TASK_CLOCK), PmuTarget::Vcpu { vcpu: VcpuId(0), tid })
+        .open(
+            &software(TASK_CLOCK),
+            PmuEventTarget::Vcpu { vcpu: VcpuId(0), tid },
+        )
         .unwrap();
     ev.start(Some(500_000)).unwrap();
     go.send(()).unwrap();
@@ -259,7 +262,7 @@ fn host_driver_rejects_unsupported_events() {
         ..software(PAGE_FAULTS)
     };
     let refusal = |attr: &Attr, target| pmu.open(attr, target).err();
-    let of_vm = refusal(&software(PAGE_FAULTS), PmuTarget::Vm);
+    let of_vm = refusal(&software(PAGE_FAULTS), PmuEventTarget::Vm);
     assert!(matches!(of_vm, Some(PmuError::Unsupported(_))));
     assert!(matches!(
         refusal(&user_only, here()),
@@ -289,7 +292,7 @@ fn count_outlives_its_thread() {
         fault(30);
     });
     let tid = receive.recv().unwrap();
-    let target = PmuTarget::Vcpu { vcpu: VcpuId(0), tid };
+    let target = PmuEventTarget::Vcpu { vcpu: VcpuId(0), tid };
     let pmu = HostPmu::software(None);
     let mut ev = pmu.open(&software(PAGE_FAULTS), target).unwrap();
     ev.start(None).unwrap();
@@ -308,7 +311,7 @@ fn count_outlives_its_thread() {
 /// PMU, opening fails because the event does not exist.
 #[test]
 fn hardware_events_fit_the_slots_that_were_probed() {
-    let probe = HostProbe::run();
+    let probe = HostPerfCapabilities::run();
     let pmu = HostPmu::hardware(None, &probe);
     assert_eq!(pmu.capacity(), PmuCapacity::Counters(probe.counters.mask()));
     if !probe.hardware_pmu {
@@ -363,7 +366,7 @@ fn clock_with_a_short_period_leaves_its_thread_time() {
         });
         let tid = i32::try_from(receive.recv().unwrap()).unwrap();
         let pmu = HostPmu::software(Some(signal));
-        let target = PmuTarget::Vcpu { vcpu: VcpuId(0), tid };
+        let target = PmuEventTarget::Vcpu { vcpu: VcpuId(0), tid };
         let mut events: Vec<_> = (0..clocks)
             .map(|clock| pmu.open(&software(clock % 2), target).unwrap())
             .collect();

@@ -15,8 +15,8 @@ use std::thread;
 use std::time::Duration;
 
 use perf_core::attr::{Attr, EventType};
-use perf_core::pmu::host::{HostPmu, HostProbe};
-use perf_core::pmu::{Pmu, PmuError, PmuEvent, PmuTarget};
+use perf_core::pmu::host::{HostPerfCapabilities, HostPmu};
+use perf_core::pmu::{Pmu, PmuError, PmuEvent, PmuEventTarget};
 use perf_core::time::Clock;
 use perf_core::*;
 
@@ -29,12 +29,12 @@ const MS: u64 = 1_000_000;
 const PATIENCE_NS: u64 = 120_000 * MS;
 
 /// Returns the probed host PMU. Prints a message and returns `None` if there is no hardware PMU.
-fn pmu() -> Option<&'static HostProbe> {
-    static PROBE: OnceLock<HostProbe> = OnceLock::new();
+fn pmu() -> Option<&'static HostPerfCapabilities> {
+    static PROBE: OnceLock<HostPerfCapabilities> = OnceLock::new();
     let probe = PROBE.get_or_init(|| {
         log::set_logger(&StderrLogger).unwrap();
         log::set_max_level(log::LevelFilter::Debug);
-        let probe = HostProbe::run();
+        let probe = HostPerfCapabilities::run();
         eprintln!("{probe:?}");
         probe
     });
@@ -54,8 +54,8 @@ fn cycles() -> Attr {
     Attr::counting(EventType::HARDWARE, CYCLES)
 }
 
-fn here() -> PmuTarget {
-    PmuTarget::Vcpu {
+fn here() -> PmuEventTarget {
+    PmuEventTarget::Vcpu {
         vcpu: VcpuId(0),
         tid: this_tid(),
     }
@@ -65,7 +65,7 @@ fn here() -> PmuTarget {
 struct ThreadCore {
     core: PerfCore,
     session: Session,
-    vcpu: Arc<VcpuContext>,
+    vcpu: Arc<VcpuEventContext>,
     signal: i32,
 }
 
@@ -111,7 +111,7 @@ impl log::Log for StderrLogger {
 }
 
 impl ThreadCore {
-    fn new(probe: &HostProbe) -> Self {
+    fn new(probe: &HostPerfCapabilities) -> Self {
         let clock = Arc::new(CpuTime::of_this_thread());
         let config = PerfCoreConfig {
             clock,
@@ -120,7 +120,7 @@ impl ThreadCore {
         Self::with(probe, config)
     }
 
-    fn with(probe: &HostProbe, config: PerfCoreConfig) -> Self {
+    fn with(probe: &HostPerfCapabilities, config: PerfCoreConfig) -> Self {
         let signal = catch_signals();
         let core = PerfCore::new(config);
         core.register(Arc::new(HostPmu::hardware(Some(signal), probe)));
@@ -140,12 +140,12 @@ impl ThreadCore {
         attr: Attr,
         group: Option<&EventHandle>,
         cookie: Option<u64>,
-    ) -> Result<EventHandle, OpenError> {
+    ) -> Result<EventHandle, PerfEventOpenError> {
         let flags = OpenFlags {
             cookie,
             ..OpenFlags::default()
         };
-        let target = OpenTarget::Vcpu(VcpuId(0));
+        let target = EventOpenTarget::Vcpu(VcpuId(0));
         self.core.open(&self.session, attr, target, group, flags)
     }
 
@@ -195,7 +195,7 @@ impl ThreadCore {
 }
 
 /// Returns the number of cycles per nanosecond of this thread's CPU time, measured with one event.
-fn rate(probe: &HostProbe) -> f64 {
+fn rate(probe: &HostPerfCapabilities) -> f64 {
     let mut ev = HostPmu::hardware(None, probe).open(&cycles(), here()).unwrap();
     let from = thread_cpu_ns();
     ev.start(None).unwrap();
@@ -264,7 +264,7 @@ fn hardware_events_count_while_started_only() {
 
 /// Returns the number of cycle events that can be active simultaneously, on general-purpose
 /// counters and on a fixed-function counter.
-fn slots(probe: &HostProbe) -> usize {
+fn slots(probe: &HostPerfCapabilities) -> usize {
     probe.counters.at_once(&cycles())
 }
 
@@ -340,13 +340,13 @@ fn oversized_group_is_rejected_and_fitting_groups_count_together() {
     }
     let refused = t.try_open(cycles(), Some(&leader), None).unwrap_err();
     assert!(
-        matches!(refused, OpenError::GroupTooLarge { needed, slots: there } if needed == there + 1 && there == slots(probe)),
+        matches!(refused, PerfEventOpenError::GroupTooLarge { needed, slots: there } if needed == there + 1 && there == slots(probe)),
         "{refused}"
     );
     assert_eq!(refused.errno(), libc::EINVAL);
-    leader.enable(ControlScope::Event).unwrap();
+    leader.enable(EventControlScope::Event).unwrap();
     burn(200 * MS);
-    leader.disable(ControlScope::Event).unwrap();
+    leader.disable(EventControlScope::Event).unwrap();
     let readings = leader.read_group().unwrap();
     assert_eq!(readings.len(), slots(probe));
     for reading in &readings {
@@ -372,7 +372,7 @@ fn pinned_event_without_a_slot_is_in_error_until_it_is_enabled_again() {
     assert_eq!(late.read_bytes(&mut bytes).unwrap(), 0);
     held.pop();
     assert_eq!(late.state(), EventState::Error, "it does not come back by itself");
-    late.enable(ControlScope::Event).unwrap();
+    late.enable(EventControlScope::Event).unwrap();
     assert_eq!(late.state(), EventState::Active);
     burn(5 * MS);
     assert!(late.read().unwrap().value > 0);
@@ -689,7 +689,7 @@ fn counters_taken_by_kernel_are_detected_and_recovered() {
     t.vcpu.look();
     assert_eq!((t.vcpu.errors(), states()), (1, (Error, Inactive)));
     let failure = pinned.failure().unwrap();
-    assert_eq!(failure.cause, EventFailureCause::Taken);
+    assert_eq!(failure.cause, PinnedEventFailureCause::Taken);
     let now_ns = t.vcpu.time_ns();
     let uncounted_ns = now_ns - failure.since_ns;
     // The competing event took the counter after `before_ns`, when the event was last known to
@@ -701,11 +701,11 @@ fn counters_taken_by_kernel_are_detected_and_recovered() {
     assert!(stands >= counted, "{stands} after {counted}");
     burn(10 * MS);
     assert_eq!(pinned.count().unwrap(), stands);
-    pinned.enable(ControlScope::Event).unwrap();
+    pinned.enable(EventControlScope::Event).unwrap();
     let cause = pinned.failure().unwrap().cause;
-    assert_eq!((pinned.state(), cause), (Error, EventFailureCause::Busy));
+    assert_eq!((pinned.state(), cause), (Error, PinnedEventFailureCause::Busy));
     drop(hogs);
-    pinned.enable(ControlScope::Event).unwrap();
+    pinned.enable(EventControlScope::Event).unwrap();
     t.core.tick();
     assert_eq!(states(), (Active, Active));
     burn(20 * MS);

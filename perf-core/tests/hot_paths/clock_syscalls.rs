@@ -6,8 +6,8 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use perf_core::Attr;
-use perf_core::pmu::clock::{ClockPmu, GUEST_NS, VcpuClock};
-use perf_core::pmu::{Pmu, PmuEvent, PmuTarget, VcpuId};
+use perf_core::pmu::clock::{ClockPmu, GUEST_NS, VcpuRunTimeClock};
+use perf_core::pmu::{Pmu, PmuEvent, PmuEventTarget, VcpuId};
 
 use crate::common::thread::{burn, catch_signals, clock_attr, signals_of_this_thread, this_tid};
 use crate::{calls, must};
@@ -18,7 +18,7 @@ const SECOND_RING: Duration = Duration::from_millis(125);
 
 /// The calling thread as a vCPU with one event of the `clock` driver.
 struct ClockFixture {
-    clock: Arc<VcpuClock>,
+    clock: Arc<VcpuRunTimeClock>,
     event: Box<dyn PmuEvent>,
 }
 
@@ -28,10 +28,10 @@ impl ClockFixture {
     }
 
     fn of(attr: &Attr, overflow_in: Option<u64>) -> Self {
-        let clock = Arc::new(VcpuClock::for_current_thread(1_000_000));
+        let clock = Arc::new(VcpuRunTimeClock::for_current_thread(1_000_000));
         let pmu = ClockPmu::new(Some(catch_signals()));
         pmu.add_vcpu(VcpuId(0), Arc::clone(&clock));
-        let target = PmuTarget::Vcpu {
+        let target = PmuEventTarget::Vcpu {
             vcpu: VcpuId(0),
             tid: this_tid(),
         };

@@ -24,7 +24,7 @@ const PAGES: usize = 20_000;
 struct GroupFixture {
     core: PerfCore,
     session: Session,
-    vcpu: Arc<VcpuContext>,
+    vcpu: Arc<VcpuEventContext>,
     group: Vec<EventHandle>,
     fresh: FreshPages,
 }
@@ -60,7 +60,7 @@ impl GroupFixture {
     }
 
     fn join_as(&mut self, attr: Attr) {
-        let target = OpenTarget::Vcpu(VcpuId(0));
+        let target = EventOpenTarget::Vcpu(VcpuId(0));
         let (leader, flags) = (self.group.first(), OpenFlags::default());
         let opened = self.core.open(&self.session, attr, target, leader, flags);
         self.group.push(opened.unwrap());
@@ -79,9 +79,9 @@ impl GroupFixture {
     fn set_enabled(&self, event: usize, on: bool) {
         let event = &self.group[event];
         let done = if on {
-            event.enable(ControlScope::Event)
+            event.enable(EventControlScope::Event)
         } else {
-            event.disable(ControlScope::Event)
+            event.disable(EventControlScope::Event)
         };
         done.unwrap();
     }
@@ -109,11 +109,11 @@ fn turn_takes_one_disable_one_read_and_one_enable() {
         let calls = calls(
             || GroupFixture::new(members),
             |scene| {
-                must(scene.group[0].disable(ControlScope::Event).is_ok());
+                must(scene.group[0].disable(EventControlScope::Event).is_ok());
                 for event in &scene.group {
                     must(event.read().is_ok());
                 }
-                must(scene.group[0].enable(ControlScope::Event).is_ok());
+                must(scene.group[0].enable(EventControlScope::Event).is_ok());
             },
         );
         assert_eq!(

@@ -20,7 +20,7 @@ const PAGE_FAULTS: u64 = 2;
 struct HostFixture {
     _core: PerfCore,
     _session: Session,
-    vcpu: Arc<VcpuContext>,
+    vcpu: Arc<VcpuEventContext>,
     event: EventHandle,
     fresh: FreshPages,
 }
@@ -37,7 +37,7 @@ impl HostFixture {
         };
         let flags = OpenFlags::with_cookie(1);
         let event = core
-            .open(&session, attr, OpenTarget::Vcpu(VcpuId(0)), None, flags)
+            .open(&session, attr, EventOpenTarget::Vcpu(VcpuId(0)), None, flags)
             .unwrap();
         vcpu.sched_in();
         let mut scene = Self {

@@ -1,14 +1,14 @@
 //! Tests that multiplexing intervals, time slices and estimates do not allocate memory.
 
-use perf_core::estimate::Estimator;
-use perf_core::mux::{GroupKey, MuxPolicy, MuxQueue, SlotOffer};
+use perf_core::estimate::CountEstimator;
+use perf_core::mux::{MuxGroupKey, MuxPolicy, MuxQueue, SlotOfferOutcome};
 
 #[test]
 fn turns_slices_and_estimates_do_not_allocate() {
     for policy in [MuxPolicy::Rotate, MuxPolicy::Adaptive] {
         let mut queue = MuxQueue::new(policy, 1_000);
-        (0..1_000_usize).for_each(|key| queue.insert(GroupKey::from(key)));
-        let mut estimator = Estimator::new();
+        (0..1_000_usize).for_each(|key| queue.insert(MuxGroupKey::from(key)));
+        let mut estimator = CountEstimator::new();
         let mut now = 0;
         let made = crate::allocations(|| {
             for i in 0..10_000u64 {
@@ -16,9 +16,9 @@ fn turns_slices_and_estimates_do_not_allocate() {
                 queue.fill(|_| {
                     used += 1;
                     if used <= 4 {
-                        SlotOffer::Taken
+                        SlotOfferOutcome::Taken
                     } else {
-                        SlotOffer::NoRoom
+                        SlotOfferOutcome::NoRoom
                     }
                 });
                 now = queue.next_turn_ns().unwrap().max(now);

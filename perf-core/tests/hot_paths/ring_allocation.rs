@@ -4,21 +4,21 @@ use std::sync::Arc;
 
 use perf_core::attr::{ReadFormat, SampleType, WakeupCondition};
 use perf_core::record::{
-    CommRecord, EncodeRecord, LostRecord, MmapRecord, ReadEntries, ReadEntry, ReadValues, RecordFormat,
-    RecordMisc,
+    CommRecord, EncodeRecord, LostRecord, MmapRecord, ReadFormatEntries, ReadFormatEntry, ReadFormatValues,
+    RecordFormat, RecordMisc,
 };
 use perf_core::record::{DecodedRecord, RecordWords, Sample, SampleId};
-use perf_core::ring::{ControlPageCounter, Ring, RingMode, RingReader};
+use perf_core::ring::{ControlPageCounter, Ring, RingFullPolicy, RingReader};
 
 use crate::allocations;
 
 #[test]
 fn no_allocation_on_write_loss_wakeup_and_read() {
-    for mode in [RingMode::Writable, RingMode::Overwrite] {
+    for mode in [RingFullPolicy::Writable, RingFullPolicy::Overwrite] {
         let ring = Arc::new(Ring::new(4, mode).expect("a ring"));
         ring.set_wakeup(WakeupCondition::Events(2));
         let mut own = RingReader::of(Arc::clone(&ring));
-        let entry = |value, id| ReadEntry { value, id, lost: 0 };
+        let entry = |value, id| ReadFormatEntry { value, id, lost: 0 };
         let entries = [entry(1, 2), entry(3, 4)];
         let format = RecordFormat {
             sample_type: SampleType::all(),
@@ -26,10 +26,10 @@ fn no_allocation_on_write_loss_wakeup_and_read() {
             sample_id_all: true,
         };
         let sample = Sample {
-            read: ReadValues {
+            read: ReadFormatValues {
                 time_enabled_ns: 5,
                 time_running_ns: 4,
-                entries: ReadEntries::List(&entries),
+                entries: ReadFormatEntries::List(&entries),
             },
             callchain: RecordWords::List(&[1, 2, 3]),
             raw: b"payload",
@@ -88,7 +88,7 @@ fn no_allocation_on_write_loss_wakeup_and_read() {
                             }
                         }
                         Ok(None) => break,
-                        Err(error) => assert_eq!(mode, RingMode::Overwrite, "{error}"),
+                        Err(error) => assert_eq!(mode, RingFullPolicy::Overwrite, "{error}"),
                     }
                 }
             }
@@ -96,6 +96,6 @@ fn no_allocation_on_write_loss_wakeup_and_read() {
         assert_eq!(count, 0, "{mode:?}");
         assert!(read > 0 && sum == read * 10 && written > 0);
         // Checks that the writable ring was full for some of the time.
-        assert_eq!(refused > 0, mode == RingMode::Writable);
+        assert_eq!(refused > 0, mode == RingFullPolicy::Writable);
     }
 }

@@ -69,7 +69,7 @@ fn read_by_vcpu_instructions_grow_linearly() {
             m.vcpu(vcpu);
         }
         let attr = raised().with_inherit();
-        let event = m.open(attr, OpenTarget::Vm, None);
+        let event = m.open(attr, EventOpenTarget::Vm, None);
         steps::instructions(|| drop(event.read_by_vcpu()))
     });
 }

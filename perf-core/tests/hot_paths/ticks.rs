@@ -12,7 +12,7 @@ use test_support::steps;
 fn tick_read_overflow_and_raise_do_not_allocate() {
     let m = TestCore::new(4);
     let v = m.vcpu(0);
-    let wide = m.open(hw().with_inherit(), OpenTarget::Vm, None);
+    let wide = m.open(hw().with_inherit(), EventOpenTarget::Vm, None);
     let flexible: Vec<_> = (0..20).map(|_| m.open_vcpu(hw(), None)).collect();
     let group = m.open_vcpu(soft(), None);
     let _siblings: Vec<_> = (0..7).map(|_| m.open_vcpu(soft(), Some(&group))).collect();
@@ -20,7 +20,7 @@ fn tick_read_overflow_and_raise_do_not_allocate() {
     let attr = Attr::sampling(EventType::SIM, 1, 10).with_pinned();
     let counter = m
         .core
-        .open(&m.guest, attr, OpenTarget::Vcpu(VcpuId(0)), None, flags)
+        .open(&m.guest, attr, EventOpenTarget::Vcpu(VcpuId(0)), None, flags)
         .unwrap();
     let sampling = |ty, config| {
         Attr::sampling(ty, config, 10)
@@ -53,8 +53,8 @@ fn tick_read_overflow_and_raise_do_not_allocate() {
             wide.read().unwrap();
             v.sched_out();
             v.sched_in();
-            counter.disable(ControlScope::Event).unwrap();
-            counter.enable(ControlScope::Event).unwrap();
+            counter.disable(EventControlScope::Event).unwrap();
+            counter.enable(EventControlScope::Event).unwrap();
         }
     });
     assert!(served > 0);

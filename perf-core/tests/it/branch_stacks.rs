@@ -3,7 +3,7 @@
 
 use std::sync::Arc;
 
-use perf_core::branch::{BranchEntry, BranchFilter, BranchKind, BranchSampling};
+use perf_core::branch::{BranchEntry, BranchFilter, BranchKind, BranchStackConfig};
 use perf_core::ring::Ring;
 use perf_core::*;
 
@@ -12,7 +12,7 @@ use crate::common::test_core::*;
 /// vCPU registers whose branch stack is either a given list of branches or not known yet.
 struct BranchRegs {
     known: Option<Vec<BranchEntry>>,
-    requests: Vec<BranchSampling>,
+    requests: Vec<BranchStackConfig>,
 }
 
 impl BranchRegs {
@@ -29,7 +29,7 @@ impl SampleRegs for BranchRegs {
     fn ip(&mut self) -> u64 {
         0x1234
     }
-    fn branches(&mut self, request: BranchSampling, out: &mut Vec<BranchEntry>) -> bool {
+    fn branches(&mut self, request: BranchStackConfig, out: &mut Vec<BranchEntry>) -> bool {
         self.requests.push(request);
         out.extend(self.known.iter().flatten());
         self.known.is_some()
@@ -48,7 +48,7 @@ fn branch(from: u64, kind: BranchKind) -> BranchEntry {
 fn with_branches(config: u64, filter: BranchFilter, depth: u16) -> Attr {
     Attr {
         sample_type: SampleType::IP | SampleType::PERIOD | SampleType::BRANCH_STACK,
-        branches: BranchSampling {
+        branches: BranchStackConfig {
             filter: filter | BranchFilter::KERNEL,
             depth,
             overhead_permille: 50,

@@ -10,8 +10,8 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use perf_core::attr::Attr;
-use perf_core::pmu::clock::{CYCLES, ClockPmu, GUEST_NS, VcpuClock};
-use perf_core::pmu::{Pmu, PmuError, PmuEvent, PmuTarget, VcpuId};
+use perf_core::pmu::clock::{CYCLES, ClockPmu, GUEST_NS, VcpuRunTimeClock};
+use perf_core::pmu::{Pmu, PmuError, PmuEvent, PmuEventTarget, VcpuId};
 
 use crate::common::thread::{
     burn, catch, catch_signals, clock_attr, signals_of_this_thread, this_tid, thread_cpu_ns,
@@ -21,15 +21,15 @@ const MHZ: u32 = 1_000;
 /// TSC frequency in kHz: two cycles per nanosecond.
 const TSC_KHZ: u32 = 2_000 * MHZ;
 
-fn one_vcpu(signal: Option<i32>) -> (Arc<VcpuClock>, ClockPmu) {
-    let clock = Arc::new(VcpuClock::for_current_thread(TSC_KHZ));
+fn one_vcpu(signal: Option<i32>) -> (Arc<VcpuRunTimeClock>, ClockPmu) {
+    let clock = Arc::new(VcpuRunTimeClock::for_current_thread(TSC_KHZ));
     let pmu = ClockPmu::new(signal);
     pmu.add_vcpu(VcpuId(0), Arc::clone(&clock));
     (clock, pmu)
 }
 
-fn target(tid: i32) -> PmuTarget {
-    PmuTarget::Vcpu { vcpu: VcpuId(0), tid }
+fn target(tid: i32) -> PmuEventTarget {
+    PmuEventTarget::Vcpu { vcpu: VcpuId(0), tid }
 }
 
 fn open(pmu: &ClockPmu, config: u64) -> Box<dyn PmuEvent> {
@@ -37,14 +37,14 @@ fn open(pmu: &ClockPmu, config: u64) -> Box<dyn PmuEvent> {
 }
 
 /// Runs the simulated guest for `ns` nanoseconds.
-fn run_guest(clock: &VcpuClock, ns: u64) {
+fn run_guest(clock: &VcpuRunTimeClock, ns: u64) {
     clock.guest_enter();
     burn(ns);
     clock.guest_exit();
 }
 
 /// Runs the simulated guest until this thread has received more than `handled` signals.
-fn run_until_signal(clock: &VcpuClock, handled: u64) {
+fn run_until_signal(clock: &VcpuRunTimeClock, handled: u64) {
     clock.guest_enter();
     wait_for_signal(handled);
     clock.guest_exit();
@@ -53,14 +53,14 @@ fn run_until_signal(clock: &VcpuClock, handled: u64) {
 /// Starts a vCPU thread that runs `work` with a new clock. Returns a `clock` driver with this vCPU.
 fn vcpu_thread<T: Send + 'static>(
     signal: Option<i32>,
-    work: impl FnOnce(&Arc<VcpuClock>, mpsc::Sender<Arc<VcpuClock>>) -> T + Send + 'static,
-) -> (thread::JoinHandle<T>, Arc<VcpuClock>, ClockPmu) {
+    work: impl FnOnce(&Arc<VcpuRunTimeClock>, mpsc::Sender<Arc<VcpuRunTimeClock>>) -> T + Send + 'static,
+) -> (thread::JoinHandle<T>, Arc<VcpuRunTimeClock>, ClockPmu) {
     let (send, receive) = mpsc::channel();
     let thread = thread::spawn(move || {
-        let clock = Arc::new(VcpuClock::for_current_thread(TSC_KHZ));
+        let clock = Arc::new(VcpuRunTimeClock::for_current_thread(TSC_KHZ));
         work(&clock, send)
     });
-    let clock: Arc<VcpuClock> = receive.recv().unwrap();
+    let clock: Arc<VcpuRunTimeClock> = receive.recv().unwrap();
     let pmu = ClockPmu::new(signal);
     pmu.add_vcpu(VcpuId(0), Arc::clone(&clock));
     (thread, clock, pmu)
@@ -352,7 +352,7 @@ fn removed_vcpu_has_timer_disarmed() {
     assert_eq!(signals_of_this_thread(), quiet);
     assert!(event.read() > count);
     // A new thread for the same vCPU has a new clock.
-    let again = Arc::new(VcpuClock::for_current_thread(TSC_KHZ));
+    let again = Arc::new(VcpuRunTimeClock::for_current_thread(TSC_KHZ));
     pmu.add_vcpu(VcpuId(0), Arc::clone(&again));
     let mut event = open(&pmu, GUEST_NS);
     event.start(Some(1_000_000)).unwrap();
@@ -461,7 +461,7 @@ fn clock_driver_rejects_unsupported_events() {
         Err(PmuError::NoSuchEvent)
     ));
     assert!(matches!(
-        pmu.open(&clock_attr(CYCLES), PmuTarget::Vm),
+        pmu.open(&clock_attr(CYCLES), PmuEventTarget::Vm),
         Err(PmuError::Unsupported(_))
     ));
     let host_only = Attr {
@@ -472,7 +472,7 @@ fn clock_driver_rejects_unsupported_events() {
         pmu.open(&host_only, here),
         Err(PmuError::Unsupported(_))
     ));
-    let stranger = PmuTarget::Vcpu {
+    let stranger = PmuEventTarget::Vcpu {
         vcpu: VcpuId(7),
         tid: 0,
     };

@@ -3,8 +3,8 @@
 
 use std::sync::Arc;
 
-use perf_core::pmu::clock::{ClockPmu, GUEST_NS, VcpuClock};
-use perf_core::pmu::{Pmu, PmuTarget, VcpuId};
+use perf_core::pmu::clock::{ClockPmu, GUEST_NS, VcpuRunTimeClock};
+use perf_core::pmu::{Pmu, PmuEventTarget, VcpuId};
 
 use crate::common::guest::RealModeVm;
 use crate::common::thread::{
@@ -16,16 +16,16 @@ use test_support::skip;
 const JUMP_TO_SELF: [u8; 2] = [0xeb, 0xfe];
 
 /// Creates a guest that loops endlessly on this thread, and a `clock` driver with its vCPU.
-fn spinning_guest() -> Option<(RealModeVm, Arc<VcpuClock>, ClockPmu, PmuTarget)> {
+fn spinning_guest() -> Option<(RealModeVm, Arc<VcpuRunTimeClock>, ClockPmu, PmuEventTarget)> {
     let Some(guest) = RealModeVm::new(1, &JUMP_TO_SELF) else {
         skip::skipped("no usable /dev/kvm", false);
         return None;
     };
-    let clock = Arc::new(VcpuClock::for_current_thread(2_000_000));
+    let clock = Arc::new(VcpuRunTimeClock::for_current_thread(2_000_000));
     let pmu = ClockPmu::new(Some(catch_signals()));
     pmu.add_vcpu(VcpuId(0), Arc::clone(&clock));
     let (vcpu, tid) = (VcpuId(0), this_tid());
-    Some((guest, clock, pmu, PmuTarget::Vcpu { vcpu, tid }))
+    Some((guest, clock, pmu, PmuEventTarget::Vcpu { vcpu, tid }))
 }
 
 /// Each overflow forces a guest that never exits by itself out of `KVM_RUN`, with EINTR. The clock

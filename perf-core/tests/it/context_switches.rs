@@ -10,7 +10,7 @@ use crate::common::test_core::*;
 
 /// Creates two vCPUs on host thread 7. Driver events count the thread, so a driver event of vCPU 0
 /// that is active also counts the work of vCPU 1.
-fn pair(m: &TestCore) -> [Arc<VcpuContext>; 2] {
+fn pair(m: &TestCore) -> [Arc<VcpuEventContext>; 2] {
     [0, 1].map(|n| m.core.add_vcpu(VcpuId(n), 7).unwrap())
 }
 

@@ -3,7 +3,7 @@
 
 use std::sync::Arc;
 
-use perf_core::pmu::sim::{SimConfig, SimPmu};
+use perf_core::pmu::sim::{SimPmu, SimPmuConfig};
 use perf_core::*;
 use proptest::prelude::*;
 
@@ -11,12 +11,12 @@ use proptest::prelude::*;
 struct SimulatedCore {
     core: PerfCore,
     pmu: SimPmu,
-    vcpu: Arc<VcpuContext>,
+    vcpu: Arc<VcpuEventContext>,
     session: Session,
 }
 
 impl SimulatedCore {
-    fn new(config: SimConfig) -> Self {
+    fn new(config: SimPmuConfig) -> Self {
         let core = PerfCore::new(PerfCoreConfig::default());
         let pmu = SimPmu::new(config);
         core.register(Arc::new(pmu.clone()));
@@ -31,8 +31,8 @@ impl SimulatedCore {
         }
     }
 
-    fn open(&self, attr: Attr, leader: Option<&EventHandle>) -> Result<EventHandle, OpenError> {
-        let target = OpenTarget::Vcpu(VcpuId(0));
+    fn open(&self, attr: Attr, leader: Option<&EventHandle>) -> Result<EventHandle, PerfEventOpenError> {
+        let target = EventOpenTarget::Vcpu(VcpuId(0));
         self.core
             .open(&self.session, attr, target, leader, OpenFlags::default())
     }
@@ -47,23 +47,28 @@ impl SimulatedCore {
 /// starts, and starting them does not stop running events.
 #[test]
 fn fixed_function_events_take_no_general_counters() {
-    use perf_core::pmu::sim::SimHost;
+    use perf_core::pmu::sim::SimHostPmu;
     for (host, general) in [
-        (SimHost::intel(4), 4),
-        (SimHost::intel(4).with_taken(1), 3),
-        (SimHost::intel(8), 8),
+        (SimHostPmu::intel(4), 4),
+        (SimHostPmu::intel(4).with_taken(1), 3),
+        (SimHostPmu::intel(8), 8),
     ] {
         let m = SimulatedCore::new(host.config());
-        let branches = || m.pinned(SimHost::BRANCHES);
+        let branches = || m.pinned(SimHostPmu::BRANCHES);
         let mut on: Vec<EventHandle> = (0..2).map(|_| branches()).collect();
         on.extend(
-            [SimHost::CYCLES, SimHost::INSTRUCTIONS, SimHost::REF_CYCLES].map(|config| m.pinned(config)),
+            [
+                SimHostPmu::CYCLES,
+                SimHostPmu::INSTRUCTIONS,
+                SimHostPmu::REF_CYCLES,
+            ]
+            .map(|config| m.pinned(config)),
         );
         on.extend((2..general).map(|_| branches()));
         assert!(on.iter().all(|e| e.state() == EventState::Active), "{host:?}");
         assert_eq!(branches().state(), EventState::Error);
         // Reference cycles fit only their own counter.
-        assert_eq!(m.pinned(SimHost::REF_CYCLES).state(), EventState::Error);
+        assert_eq!(m.pinned(SimHostPmu::REF_CYCLES).state(), EventState::Error);
         assert_eq!(m.pmu.calls().stops, 0);
     }
 }
@@ -72,10 +77,10 @@ fn fixed_function_events_take_no_general_counters() {
 /// takes a general-purpose counter.
 #[test]
 fn cycles_take_a_general_counter_while_the_watchdog_has_theirs() {
-    use perf_core::pmu::sim::SimHost;
-    let m = SimulatedCore::new(SimHost::intel(4).with_watchdog().config());
-    let cycles = m.pinned(SimHost::CYCLES);
-    let branches: Vec<_> = (0..4).map(|_| m.pinned(SimHost::BRANCHES)).collect();
+    use perf_core::pmu::sim::SimHostPmu;
+    let m = SimulatedCore::new(SimHostPmu::intel(4).with_watchdog().config());
+    let cycles = m.pinned(SimHostPmu::CYCLES);
+    let branches: Vec<_> = (0..4).map(|_| m.pinned(SimHostPmu::BRANCHES)).collect();
     let on = |e: &&EventHandle| e.state() == EventState::Active;
     assert_eq!(
         (cycles.state(), branches.iter().filter(on).count()),
@@ -85,11 +90,11 @@ fn cycles_take_a_general_counter_while_the_watchdog_has_theirs() {
 
 #[test]
 fn amd_hosts_have_as_many_slots_as_the_watchdog_leaves() {
-    use perf_core::pmu::sim::SimHost;
+    use perf_core::pmu::sim::SimHostPmu;
     for (host, slots) in [
-        (SimHost::amd(6), 6),
-        (SimHost::amd(6).with_watchdog(), 5),
-        (SimHost::amd(15), 15),
+        (SimHostPmu::amd(6), 6),
+        (SimHostPmu::amd(6).with_watchdog(), 5),
+        (SimHostPmu::amd(15), 15),
     ] {
         let m = SimulatedCore::new(host.config());
         let events: Vec<_> = (0..=slots).map(|n| m.pinned(n)).collect();
@@ -104,31 +109,31 @@ fn amd_hosts_have_as_many_slots_as_the_watchdog_leaves() {
 /// event.
 #[test]
 fn open_without_suitable_counter_reports_counter_count() {
-    use perf_core::pmu::sim::SimHost;
-    let m = SimulatedCore::new(SimHost::intel(2).config());
-    let branches = || Attr::counting(EventType::SIM, SimHost::BRANCHES);
+    use perf_core::pmu::sim::SimHostPmu;
+    let m = SimulatedCore::new(SimHostPmu::intel(2).config());
+    let branches = || Attr::counting(EventType::SIM, SimHostPmu::BRANCHES);
     let leader = m.open(branches(), None).unwrap();
     let _second = m.open(branches(), Some(&leader)).unwrap();
     let third = m.open(branches(), Some(&leader)).unwrap_err();
     assert!(
-        matches!(third, OpenError::GroupTooLarge { needed: 3, slots: 2 }),
+        matches!(third, PerfEventOpenError::GroupTooLarge { needed: 3, slots: 2 }),
         "{third}"
     );
-    let cycles = || Attr::counting(EventType::SIM, SimHost::CYCLES);
+    let cycles = || Attr::counting(EventType::SIM, SimHostPmu::CYCLES);
     let _cycles = m.open(cycles(), Some(&leader)).unwrap();
     let more = m.open(cycles(), Some(&leader)).unwrap_err();
     assert!(
-        matches!(more, OpenError::GroupTooLarge { needed: 4, slots: 3 }),
+        matches!(more, PerfEventOpenError::GroupTooLarge { needed: 4, slots: 3 }),
         "{more}"
     );
     m.core.set_share(SharePolicy::Strict);
     let refused = m.open(branches(), None).unwrap_err();
     assert!(
-        matches!(refused, OpenError::Overcommitted { slots: 2, .. }),
+        matches!(refused, PerfEventOpenError::Overcommitted { slots: 2, .. }),
         "{refused}"
     );
     let _instructions = m
-        .open(Attr::counting(EventType::SIM, SimHost::INSTRUCTIONS), None)
+        .open(Attr::counting(EventType::SIM, SimHostPmu::INSTRUCTIONS), None)
         .unwrap();
 }
 
@@ -136,12 +141,12 @@ fn open_without_suitable_counter_reports_counter_count() {
 /// multiplexed on the general-purpose counters.
 #[test]
 fn event_with_dedicated_counter_is_never_multiplexed() {
-    use perf_core::pmu::sim::SimHost;
-    let m = SimulatedCore::new(SimHost::intel(2).config());
-    let pinned = m.pinned(SimHost::REF_CYCLES);
+    use perf_core::pmu::sim::SimHostPmu;
+    let m = SimulatedCore::new(SimHostPmu::intel(2).config());
+    let pinned = m.pinned(SimHostPmu::REF_CYCLES);
     let general: Vec<_> = (0..5)
         .map(|_| {
-            m.open(Attr::counting(EventType::SIM, SimHost::BRANCHES), None)
+            m.open(Attr::counting(EventType::SIM, SimHostPmu::BRANCHES), None)
                 .unwrap()
         })
         .collect();
@@ -168,11 +173,11 @@ proptest! {
         taken in 0u64..4,
         ticks in 1usize..20,
     ) {
-        let m = SimulatedCore::new(SimConfig {
+        let m = SimulatedCore::new(SimPmuConfig {
             slots: Some(slots),
             allowed_slots: masks.iter().enumerate().map(|(n, mask)| (n as u64, *mask)).collect(),
             taken,
-            ..SimConfig::default()
+            ..SimPmuConfig::default()
         });
         let room = ((1u64 << slots) - 1) & !taken;
         let mut events = Vec::new();
@@ -184,7 +189,7 @@ proptest! {
                     events.push(event);
                 }
                 Err(e) => {
-                    prop_assert!(matches!(e, OpenError::GroupTooLarge { needed: 1, slots: 0 }), "{e}");
+                    prop_assert!(matches!(e, PerfEventOpenError::GroupTooLarge { needed: 1, slots: 0 }), "{e}");
                     prop_assert_eq!(mask & room, 0);
                 }
             }

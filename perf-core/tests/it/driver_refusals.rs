@@ -12,7 +12,7 @@ fn sampling(ty: EventType, pinned: bool) -> Attr {
     }
 }
 
-fn overflow(m: &TestCore, v: &VcpuContext) {
+fn overflow(m: &TestCore, v: &VcpuEventContext) {
     m.run(0, 10);
     serve(v);
 }
@@ -58,14 +58,18 @@ fn event_is_off_if_restart_fails_around_throttling() {
         assert_eq!(states(), (expected, Inactive), "{case}");
         assert_eq!((v.stats().active, m.hw.on(0) + m.sw.on(0)), (0, 0), "{case}");
         if pinned {
-            assert_eq!(e.failure().unwrap().cause, EventFailureCause::Busy, "{case}");
+            assert_eq!(
+                e.failure().unwrap().cause,
+                PinnedEventFailureCause::Busy,
+                "{case}"
+            );
         }
         m.run(0, 100);
         let r = e.read().unwrap();
         assert_eq!((r.value, r.time_running_ns), (counted, counted), "{case}");
         refuse(&m, false);
         if pinned {
-            e.enable(ControlScope::Event).unwrap();
+            e.enable(EventControlScope::Event).unwrap();
         } else {
             assert!(m.core.needs_tick(), "who would put it on again? {case}");
             m.core.tick();
@@ -88,7 +92,7 @@ fn refused_software_group_is_retried() {
     assert!(events.iter().all(|e| e.state() == EventState::Inactive));
     assert!(m.core.needs_tick());
     drop(closed);
-    events[3].disable(ControlScope::Event).unwrap();
+    events[3].disable(EventControlScope::Event).unwrap();
     refuse(&m, false);
     for _ in 0..3 {
         m.core.tick();

@@ -9,7 +9,7 @@ fn errno(
     m: &TestCore,
     session: &Session,
     attr: Attr,
-    target: OpenTarget,
+    target: EventOpenTarget,
     group: Option<&EventHandle>,
 ) -> i32 {
     let opened = m.try_open(session, attr, target, group);
@@ -47,7 +47,11 @@ fn p37_the_permission_table() {
             let case = format!("paranoid {paranoid} {role:?}");
             for (attr, target, expected) in [
                 (harmless(), V0, 0),
-                (harmless(), OpenTarget::Vm, expect(paranoid <= 0, libc::EACCES)),
+                (
+                    harmless(),
+                    EventOpenTarget::Vm,
+                    expect(paranoid <= 0, libc::EACCES),
+                ),
                 (hw(), V0, expect(paranoid <= 1, libc::EACCES)),
                 (raw, V0, expect(paranoid <= -1, libc::EPERM)),
             ] {
@@ -70,8 +74,8 @@ fn p37_the_permission_table() {
 fn other_users_need_the_admin_role() {
     for (paranoid, attr, target) in [
         (1, harmless(), V0),
-        (-1, hw(), OpenTarget::Vm),
-        (-1, hw().with_inherit(), OpenTarget::Vm),
+        (-1, hw(), EventOpenTarget::Vm),
+        (-1, hw().with_inherit(), EventOpenTarget::Vm),
     ] {
         let m = TestCore::with(4, |c| (c.owner_uid, c.paranoid) = (1000, paranoid));
         let _v = m.vcpu(0);
@@ -102,7 +106,7 @@ fn conflicting_attributes_are_rejected() {
         assert_eq!(errno(&m, &m.admin, attr.clone(), V0, None), expected, "{attr:?}");
     }
     assert_eq!(
-        errno(&m, &m.admin, hw(), OpenTarget::Vcpu(VcpuId(5)), None),
+        errno(&m, &m.admin, hw(), EventOpenTarget::Vcpu(VcpuId(5)), None),
         libc::ESRCH
     );
     assert_eq!(m.core.add_vcpu(VcpuId(0), 1).unwrap_err().errno(), libc::EEXIST);
@@ -120,7 +124,13 @@ fn invalid_groups_are_rejected() {
     assert_eq!(join(soft().with_pinned(), &leader), libc::EINVAL);
     assert_eq!(join(soft().with_exclusive(), &leader), libc::EINVAL);
     assert_eq!(
-        errno(&m, &m.admin, hw(), OpenTarget::Vcpu(VcpuId(1)), Some(&leader)),
+        errno(
+            &m,
+            &m.admin,
+            hw(),
+            EventOpenTarget::Vcpu(VcpuId(1)),
+            Some(&leader)
+        ),
         libc::EINVAL,
         "another context"
     );
@@ -148,7 +158,7 @@ fn errors_describe_the_problem() {
     let m = TestCore::new(1);
     let _v = m.vcpu(0);
     let error = m
-        .try_open(&m.admin, hw(), OpenTarget::Vcpu(VcpuId(9)), None)
+        .try_open(&m.admin, hw(), EventOpenTarget::Vcpu(VcpuId(9)), None)
         .unwrap_err();
     assert_eq!(error.to_string(), "vCPU 9 not found");
     let leader = m.open_vcpu(hw(), None);
@@ -181,7 +191,7 @@ fn enable_on_exec_enables_once_and_siblings_too() {
     assert_eq!(sibling.state(), EventState::Active);
     m.run(0, 3);
     assert_eq!(wide.read().unwrap().value, 3);
-    sibling.disable(ControlScope::Event).unwrap();
+    sibling.disable(EventControlScope::Event).unwrap();
     v.exec();
     assert_eq!(sibling.state(), EventState::Off, "once");
     assert_eq!(
@@ -205,7 +215,7 @@ fn machine_reset_affects_present_and_future_vcpus() {
     m.run(0, 3);
     m.run(1, 4);
     assert_eq!(wide.read().unwrap().value, 7);
-    wide.disable(ControlScope::Event).unwrap();
+    wide.disable(EventControlScope::Event).unwrap();
     m.core.vm_reset();
     assert_eq!(wide.state(), EventState::Off, "once");
 }
@@ -215,13 +225,13 @@ fn settings_take_numbers_in_their_range_and_gate_at_once() {
     let m = TestCore::new(2);
     let _v = m.vcpu(0);
     for (knob, bad) in [
-        (RuntimeSetting::Paranoid, "3"),
-        (RuntimeSetting::SampleRateHz, "0"),
-        (RuntimeSetting::MlockKb, "-1"),
-        (RuntimeSetting::ReservedSlots, "3"),
-        (RuntimeSetting::Overcommit, "2"),
-        (RuntimeSetting::Overcommit, "yes"),
-        (RuntimeSetting::Paranoid, ""),
+        (PerfCoreSetting::Paranoid, "3"),
+        (PerfCoreSetting::SampleRateHz, "0"),
+        (PerfCoreSetting::MlockKb, "-1"),
+        (PerfCoreSetting::ReservedSlots, "3"),
+        (PerfCoreSetting::Overcommit, "2"),
+        (PerfCoreSetting::Overcommit, "yes"),
+        (PerfCoreSetting::Paranoid, ""),
     ] {
         let before = m.core.knob(knob);
         let error = m.core.set_knob(knob, bad).unwrap_err();
@@ -231,21 +241,21 @@ fn settings_take_numbers_in_their_range_and_gate_at_once() {
     let events: Vec<_> = (0..2).map(|_| m.open_vcpu(hw(), None)).collect();
     let on = || active(&events);
     assert_eq!(on(), 2);
-    m.core.set_knob(RuntimeSetting::ReservedSlots, "1\n").unwrap();
+    m.core.set_knob(PerfCoreSetting::ReservedSlots, "1\n").unwrap();
     assert_eq!(
-        (m.core.knob(RuntimeSetting::ReservedSlots).as_str(), on()),
+        (m.core.knob(PerfCoreSetting::ReservedSlots).as_str(), on()),
         ("1\n", 1)
     );
-    m.core.set_knob(RuntimeSetting::ReservedSlots, "0").unwrap();
+    m.core.set_knob(PerfCoreSetting::ReservedSlots, "0").unwrap();
     assert_eq!(on(), 2);
-    m.core.set_knob(RuntimeSetting::Overcommit, "0").unwrap();
+    m.core.set_knob(PerfCoreSetting::Overcommit, "0").unwrap();
     assert_eq!(errno(&m, &m.admin, hw(), V0, None), libc::EBUSY);
-    m.core.set_knob(RuntimeSetting::SampleRateHz, "50").unwrap();
+    m.core.set_knob(PerfCoreSetting::SampleRateHz, "50").unwrap();
     let fast = Attr::sampling(SOFT, 1, 51).with_freq();
     assert_eq!(errno(&m, &m.admin, fast, V0, None), libc::EINVAL);
     let user = m.core.session(0, SessionRole::Operator);
     assert_eq!(errno(&m, &user, soft(), V0, None), 0);
-    m.core.set_knob(RuntimeSetting::Paranoid, "2").unwrap();
+    m.core.set_knob(PerfCoreSetting::Paranoid, "2").unwrap();
     assert_eq!(errno(&m, &user, soft(), V0, None), libc::EACCES);
 }
 

@@ -14,7 +14,7 @@ use std::error::Error;
 use perf_core::Pmu;
 use perf_core::attr::{Attr, EventType};
 use perf_core::pmu::host::HostPmu;
-use perf_core::pmu::{PmuTarget, VcpuId};
+use perf_core::pmu::{PmuEventTarget, VcpuId};
 
 use test_support::skip;
 
@@ -25,7 +25,7 @@ fn run(example: fn() -> Result<(), Box<dyn Error>>) {
 
 /// Returns `true` if this user may open kernel events with `perf_event_open(2)`.
 fn can_count() -> bool {
-    let target = PmuTarget::Vcpu {
+    let target = PmuEventTarget::Vcpu {
         vcpu: VcpuId(0),
         tid: 0,
     };

@@ -21,11 +21,11 @@ fn core() -> PerfCore {
 }
 
 /// Opens `attr` on `cpu`, unless this user lacks the permission.
-fn open(core: &PerfCore, session: &Session, attr: Attr, cpu: &VcpuContext) -> Option<EventHandle> {
+fn open(core: &PerfCore, session: &Session, attr: Attr, cpu: &VcpuEventContext) -> Option<EventHandle> {
     match core.open(
         session,
         attr,
-        OpenTarget::Vcpu(cpu.id()),
+        EventOpenTarget::Vcpu(cpu.id()),
         None,
         OpenFlags::default(),
     ) {
@@ -88,7 +88,7 @@ fn vm_wide_events_do_not_count_on_a_cpu() {
     let attr = Attr::counting(EventType::SIM, 1).with_inherit();
     core.add_vcpu(VcpuId(0), 1).unwrap();
     core.add_cpu(1).unwrap();
-    let open = |attr| core.open(&session, attr, OpenTarget::Vm, None, OpenFlags::default());
+    let open = |attr| core.open(&session, attr, EventOpenTarget::Vm, None, OpenFlags::default());
     let first = open(attr).unwrap();
     assert_eq!(first.children(), 1, "the vCPU's");
     core.add_cpu(2).unwrap();
@@ -105,27 +105,30 @@ fn missing_permission_and_nonexistent_cpu_are_rejected() {
     let core = core();
     let [operator, admin] = [SessionRole::Operator, SessionRole::Admin].map(|role| core.session(0, role));
     let cpu = core.add_cpu(0).unwrap();
-    assert!(matches!(core.add_cpu(0), Err(OpenError::VcpuExists(_))));
+    assert!(matches!(core.add_cpu(0), Err(PerfEventOpenError::VcpuExists(_))));
     assert!(matches!(
         core.add_cpu(u32::MAX >> 2),
-        Err(OpenError::NoSuchCpu(_))
+        Err(PerfEventOpenError::NoSuchCpu(_))
     ));
-    assert!(matches!(core.add_cpu(u32::MAX), Err(OpenError::NoSuchCpu(_))));
+    assert!(matches!(
+        core.add_cpu(u32::MAX),
+        Err(PerfEventOpenError::NoSuchCpu(_))
+    ));
     let attr = || Attr {
         exclude_kernel: false,
         ..Attr::counting(EventType::SOFTWARE, CPU_CLOCK)
     };
-    let open = |session, cpu: &VcpuContext, attr| {
+    let open = |session, cpu: &VcpuEventContext, attr| {
         core.open(
             session,
             attr,
-            OpenTarget::Vcpu(cpu.id()),
+            EventOpenTarget::Vcpu(cpu.id()),
             None,
             OpenFlags::default(),
         )
     };
     let error = open(&operator, &cpu, attr()).unwrap_err();
-    assert!(matches!(error, OpenError::CpuDenied), "{error}");
+    assert!(matches!(error, PerfEventOpenError::CpuDenied), "{error}");
     assert_eq!(error.errno(), libc::EACCES);
     // A driver that counts vCPUs rejects a host CPU as a target.
     let error = open(&admin, &cpu, Attr::counting(EventType::SIM, 1)).unwrap_err();

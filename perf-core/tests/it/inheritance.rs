@@ -23,7 +23,7 @@ fn reset_family_keeps_times_of_exited_children() {
     let e = m.open_vm(wide());
     m.run(0, 1000);
     m.core.remove_vcpu(VcpuId(1)).unwrap();
-    e.reset(ControlScope::Event).unwrap();
+    e.reset(EventControlScope::Event).unwrap();
     m.run(0, 500);
     let whole = e.read().unwrap();
     assert_eq!((whole.value, whole.time_enabled_ns), (500, 2500));
@@ -33,7 +33,7 @@ fn reset_family_keeps_times_of_exited_children() {
     assert_eq!(sum(|r| r.time_enabled_ns), whole.time_enabled_ns);
     assert_eq!(sum(|r| r.time_running_ns), whole.time_running_ns);
     m.core.remove_vcpu(VcpuId(0)).unwrap();
-    e.reset(ControlScope::Event).unwrap();
+    e.reset(EventControlScope::Event).unwrap();
     assert_eq!(e.read().unwrap().estimate(), Some(0));
     let estimate = e.estimate().unwrap().unwrap();
     assert_eq!((estimate.value, estimate.exact), (0, true));
@@ -71,8 +71,8 @@ fn vm_wide_events_do_not_count_plain_threads() {
     m.run(0, 1);
     for thread in [&before, &after] {
         thread.sched_in();
-        let own = m.open(hw(), OpenTarget::Vcpu(thread.id()), None);
-        let own_exits = m.open(exits.clone(), OpenTarget::Vcpu(thread.id()), None);
+        let own = m.open(hw(), EventOpenTarget::Vcpu(thread.id()), None);
+        let own_exits = m.open(exits.clone(), EventOpenTarget::Vcpu(thread.id()), None);
         m.run(thread.id().0, 100);
         thread.software_event(SoftwareEventId::Exits, 100, None, &mut |_| {});
         assert_eq!(own.read().unwrap().value, 100);
@@ -105,7 +105,7 @@ fn groups_are_inherited_whole_and_read_as_sums() {
     let format = ReadFormat::GROUP | ReadFormat::ID;
     let leader = m.open_vm(wide().with_read_format(format));
     // The sibling is inherited with its leader, although its own `inherit` flag is not set.
-    let twice = m.open(Attr { config: 2, ..hw() }, OpenTarget::Vm, Some(&leader));
+    let twice = m.open(Attr { config: 2, ..hw() }, EventOpenTarget::Vm, Some(&leader));
     let v1 = m.vcpu(1);
     assert_eq!((v0.stats().events, v1.stats().events), (2, 2));
     m.run(0, 10);
@@ -118,7 +118,7 @@ fn groups_are_inherited_whole_and_read_as_sums() {
         .collect();
     assert_eq!(r, [(leader.id(), 17), (twice.id(), 34)]);
     m.core.remove_vcpu(VcpuId(0)).unwrap();
-    leader.disable(ControlScope::Group).unwrap();
+    leader.disable(EventControlScope::Group).unwrap();
     m.run(1, 1000);
     let r = leader.read_group().unwrap();
     assert_eq!((r[0].value, r[1].value), (17, 34));
@@ -132,7 +132,7 @@ fn failed_hot_add_leaves_nothing_behind() {
     let m = TestCore::new(4);
     let ok = m.open_vm(wide());
     // The driver does not know this event, but this remains undetected until a vCPU is added.
-    let _bad = m.open(Attr { config: 0, ..wide() }, OpenTarget::Vm, None);
+    let _bad = m.open(Attr { config: 0, ..wide() }, EventOpenTarget::Vm, None);
     let error = m.core.add_vcpu(VcpuId(0), 1).unwrap_err();
     assert_eq!(error.errno(), libc::ENOENT);
     assert!(m.core.vcpu(VcpuId(0)).is_none());
@@ -149,8 +149,8 @@ fn p41_a_handle_outlives_its_vcpu_and_keeps_the_last_value() {
     let last = e.read().unwrap();
     assert_eq!((last.value, last.time_running_ns), (12, 12));
     m.run(0, 5);
-    e.disable(ControlScope::Event).unwrap();
-    e.enable(ControlScope::Event).unwrap();
+    e.disable(EventControlScope::Event).unwrap();
+    e.enable(EventControlScope::Event).unwrap();
     v.sched_in();
     m.run(0, 5);
     assert_eq!(e.read().unwrap(), last, "nothing goes on on a vCPU that is gone");
@@ -178,11 +178,11 @@ fn p40_a_package_count_is_returned_unmodified_and_never_multiplied() {
     assert_eq!(fresh.count_age_ns().unwrap(), None);
     m.vcpu(3);
     m.run(0, 50);
-    e.reset(ControlScope::Event).unwrap();
+    e.reset(EventControlScope::Event).unwrap();
     assert_eq!(e.read().unwrap().value, 1234);
     m.core.remove_vcpu(VcpuId(0)).unwrap();
     assert_eq!(e.read().unwrap().value, 1234);
-    let on_vcpu = m.open(package, OpenTarget::Vcpu(VcpuId(1)), None);
+    let on_vcpu = m.open(package, EventOpenTarget::Vcpu(VcpuId(1)), None);
     assert_eq!(on_vcpu.read().unwrap().value, 1234);
 }
 
@@ -192,7 +192,7 @@ fn closing_session_closes_only_its_events() {
     let v = m.vcpu(0);
     let mine = m.open_vcpu(hw(), None);
     let other = m.core.session(0, SessionRole::Admin);
-    let theirs = m.try_open(&other, wide(), OpenTarget::Vm, None).unwrap();
+    let theirs = m.try_open(&other, wide(), EventOpenTarget::Vm, None).unwrap();
     other.disable_all();
     m.run(0, 3);
     other.enable_all();
@@ -251,7 +251,7 @@ fn p14_concurrent_readers_see_a_monotonic_sum() {
 fn family_waiting_on_one_vcpu_has_no_estimate() {
     let m = TestCore::new(1);
     let (_v0, _v1) = (m.vcpu(0), m.vcpu(1));
-    let rival = m.open(hw().with_pinned(), OpenTarget::Vcpu(VcpuId(1)), None);
+    let rival = m.open(hw().with_pinned(), EventOpenTarget::Vcpu(VcpuId(1)), None);
     let e = m.open_vm(wide());
     m.run(0, 5);
     m.run(1, 7);
@@ -272,7 +272,7 @@ fn family_waiting_on_one_vcpu_has_no_estimate() {
 #[test]
 fn hot_add_applies_open_checks() {
     let errno = |m: &TestCore, leader: Option<&EventHandle>| {
-        let opened = m.try_open(&m.admin, wide(), OpenTarget::Vm, leader);
+        let opened = m.try_open(&m.admin, wide(), EventOpenTarget::Vm, leader);
         opened.map_err(|e| e.errno())
     };
     // Hot-add has no vCPU to check yet, so opening checks the group.
@@ -306,12 +306,14 @@ fn hot_add_applies_open_checks() {
 fn failed_fan_out_leaves_no_event() {
     let m = TestCore::with(1, |c| c.share = SharePolicy::Strict);
     let (v0, v1) = (m.vcpu(0), m.vcpu(1));
-    let own = m.open(hw(), OpenTarget::Vcpu(VcpuId(1)), None);
+    let own = m.open(hw(), EventOpenTarget::Vcpu(VcpuId(1)), None);
     let stats = || (v0.stats(), v1.stats(), m.core.vm_stats());
     let before = stats();
-    let refused = m.try_open(&m.admin, wide(), OpenTarget::Vm, None).unwrap_err();
+    let refused = m
+        .try_open(&m.admin, wide(), EventOpenTarget::Vm, None)
+        .unwrap_err();
     assert!(
-        matches!(refused, OpenError::Overcommitted { vcpu: VcpuId(1), .. }),
+        matches!(refused, PerfEventOpenError::Overcommitted { vcpu: VcpuId(1), .. }),
         "{refused}"
     );
     assert_eq!(stats(), before);

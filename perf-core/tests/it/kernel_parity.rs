@@ -80,7 +80,7 @@ fn kernel_read(fd: &OwnedFd, buf: &mut [u8]) -> Result<usize, i32> {
 struct ThreadCore {
     core: PerfCore,
     session: Session,
-    _vcpu: Arc<VcpuContext>,
+    _vcpu: Arc<VcpuEventContext>,
 }
 
 fn ours() -> Option<ThreadCore> {
@@ -102,7 +102,7 @@ fn ours() -> Option<ThreadCore> {
 
 impl ThreadCore {
     fn open(&self, attr: &Attr, group: Option<&EventHandle>) -> Result<EventHandle, i32> {
-        let target = OpenTarget::Vcpu(VcpuId(0));
+        let target = EventOpenTarget::Vcpu(VcpuId(0));
         // Clears `exclude_kernel`, because the driver counts software events at every privilege
         // level and rejects attributes that exclude one. The kernel event keeps `exclude_kernel`,
         // because counting the kernel requires a privilege.
@@ -271,7 +271,7 @@ fn group_and_ioctl_errors_match_kernel() {
         );
     }
 
-    let errno = |result: Result<(), ControlError>| result.map_or_else(|e| e.errno(), |()| 0);
+    let errno = |result: Result<(), PerfEventControlError>| result.map_or_else(|e| e.errno(), |()| 0);
     let attrs = [
         plain.clone(),
         sampling(100),
@@ -297,9 +297,9 @@ fn group_and_ioctl_errors_match_kernel() {
             "refresh of {attr:?}"
         );
         for (call, result) in [
-            (ENABLE, handle.enable(ControlScope::Event)),
-            (DISABLE, handle.disable(ControlScope::Event)),
-            (RESET, handle.reset(ControlScope::Event)),
+            (ENABLE, handle.enable(EventControlScope::Event)),
+            (DISABLE, handle.disable(EventControlScope::Event)),
+            (RESET, handle.reset(EventControlScope::Event)),
         ] {
             assert_eq!(errno(result), no(ioctl(&kernel, call, 0)));
         }
@@ -433,11 +433,11 @@ proptest! {
         };
         for (fd, handle) in kernel.iter().zip(&handles) {
             ioctl(fd, RESET, 0).unwrap();
-            handle.reset(ControlScope::Event).unwrap();
+            handle.reset(EventControlScope::Event).unwrap();
         }
         let mut last = read(&kernel, &handles);
         for op in ops {
-            let scope = |group| if group { (GROUP, ControlScope::Group) } else { (0, ControlScope::Event) };
+            let scope = |group| if group { (GROUP, EventControlScope::Group) } else { (0, EventControlScope::Event) };
             match op {
                 Op::Enable(i, group) if i < kernel.len() => {
                     ioctl(&kernel[i], ENABLE, scope(group).0).unwrap();

@@ -8,8 +8,8 @@ use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 
 use kvm_ioctls::VcpuFd;
 use perf_core::attr::{Attr, EventType};
-use perf_core::pmu::kvm::{KvmPmu, StatsError, StatsFile, VM_SCOPE};
-use perf_core::pmu::{Pmu, PmuError, PmuEvent, PmuTarget, VcpuId};
+use perf_core::pmu::kvm::{KvmPmu, KvmStatsError, KvmStatsFile, VM_SCOPE};
+use perf_core::pmu::{Pmu, PmuError, PmuEvent, PmuEventTarget, VcpuId};
 
 use crate::common::guest::RealModeVm;
 use test_support::skip;
@@ -28,7 +28,7 @@ struct Counted {
     rising: u64,
 }
 
-fn stats_of(fd: &impl AsRawFd) -> Option<StatsFile> {
+fn stats_of(fd: &impl AsRawFd) -> Option<KvmStatsFile> {
     // SAFETY: the ioctl takes no argument and returns a new file descriptor.
     let rc = unsafe { libc::ioctl(fd.as_raw_fd(), KVM_GET_STATS_FD, 0) };
     if rc < 0 {
@@ -36,7 +36,7 @@ fn stats_of(fd: &impl AsRawFd) -> Option<StatsFile> {
     }
     // SAFETY: the kernel just returned this file descriptor, and nothing else owns it.
     let fd = unsafe { OwnedFd::from_raw_fd(rc) };
-    Some(StatsFile::new(fd).unwrap())
+    Some(KvmStatsFile::new(fd).unwrap())
 }
 
 /// Creates a guest. Prints a message and returns `None` if KVM or its binary statistics are
@@ -75,14 +75,14 @@ fn attr(config: u64) -> Attr {
     Attr::counting(EventType::KVM, config)
 }
 
-fn on(vcpu: u32) -> PmuTarget {
-    PmuTarget::Vcpu {
+fn on(vcpu: u32) -> PmuEventTarget {
+    PmuEventTarget::Vcpu {
         vcpu: VcpuId(vcpu),
         tid: 0,
     }
 }
 
-fn started(pmu: &KvmPmu, config: u64, target: PmuTarget) -> Box<dyn PmuEvent> {
+fn started(pmu: &KvmPmu, config: u64, target: PmuEventTarget) -> Box<dyn PmuEvent> {
     let mut ev = pmu.open(&attr(config), target).unwrap();
     ev.start(None).unwrap();
     ev
@@ -119,7 +119,7 @@ fn vcpus_counts_are_its_own() {
 fn vms_total_is_a_package_count() {
     let Some(mut g) = guest() else { return };
     let exits = g.rising;
-    let mut total = started(&g.pmu, exits, PmuTarget::Vm);
+    let mut total = started(&g.pmu, exits, PmuEventTarget::Vm);
     let mut each = [0, 1].map(|v| started(&g.pmu, exits, on(v)));
     for _ in 0..3 {
         run(&mut g.guest.vcpus[0]);
@@ -145,7 +145,7 @@ fn statistic_of_the_vm_is_the_same_on_every_target() {
     };
     assert!(event.name.starts_with("vm:"));
     assert_eq!(g.pmu.config(&event.name), Some(event.config));
-    let mut all: Vec<_> = [PmuTarget::Vm, on(0), on(1)]
+    let mut all: Vec<_> = [PmuEventTarget::Vm, on(0), on(1)]
         .into_iter()
         .map(|t| started(&g.pmu, event.config, t))
         .collect();
@@ -202,9 +202,12 @@ fn foreign_descriptor_is_rejected() {
         file.write_all(bytes).unwrap();
         OwnedFd::from(file)
     };
-    assert!(matches!(StatsFile::new(memfd(b"")), Err(StatsError::Read(_))));
+    assert!(matches!(
+        KvmStatsFile::new(memfd(b"")),
+        Err(KvmStatsError::Read(_))
+    ));
     for bytes in [[0xff; 100], [0; 100]] {
-        let refused = StatsFile::new(memfd(&bytes));
-        assert!(matches!(refused, Err(StatsError::Malformed(_))));
+        let refused = KvmStatsFile::new(memfd(&bytes));
+        assert!(matches!(refused, Err(KvmStatsError::Malformed(_))));
     }
 }

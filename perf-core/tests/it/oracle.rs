@@ -53,8 +53,8 @@ enum Step {
         leader: Option<usize>,
     },
     Close(usize),
-    Enable(usize, ControlScope),
-    Disable(usize, ControlScope),
+    Enable(usize, EventControlScope),
+    Disable(usize, EventControlScope),
     Reset(usize),
     Refresh(usize, u32),
     SetPeriod(usize, u64),
@@ -121,7 +121,7 @@ fn spec() -> impl Strategy<Value = OracleSpec> {
 fn step() -> impl Strategy<Value = Step> {
     let vcpu = || 0..VCPUS;
     let n = || 0..EVENTS;
-    let scope = || prop_oneof![Just(ControlScope::Event), Just(ControlScope::Group)];
+    let scope = || prop_oneof![Just(EventControlScope::Event), Just(EventControlScope::Group)];
     prop_oneof![
         8 => (vcpu(), 1..900u64).prop_map(|(vcpu, ns)| Step::Run { vcpu, ns }),
         3 => vcpu().prop_map(Step::In),
@@ -224,7 +224,7 @@ impl CoreAndModel {
         }
     }
 
-    fn vcpu(&self, n: u32) -> Option<Arc<VcpuContext>> {
+    fn vcpu(&self, n: u32) -> Option<Arc<VcpuEventContext>> {
         self.core.vcpu(VcpuId(n))
     }
 
@@ -303,7 +303,7 @@ impl CoreAndModel {
         Ok(())
     }
 
-    fn on_vcpu(&mut self, n: u32, vcpu: &VcpuContext, step: &Step) -> Result<(), String> {
+    fn on_vcpu(&mut self, n: u32, vcpu: &VcpuEventContext, step: &Step) -> Result<(), String> {
         let got = RefCell::new(BTreeMap::<u64, u64>::new());
         let mut sink =
             |o: OverflowReport| *got.borrow_mut().entry(o.cookie).or_default() += u64::from(o.times);
@@ -367,7 +367,7 @@ impl CoreAndModel {
         let event = &self.model.events[&name];
         let (samples, inherits) = (event.spec.period > 0, event.spec.inherit || event.family);
         let group: Vec<u64> = match *step {
-            Step::Enable(_, ControlScope::Group) | Step::Disable(_, ControlScope::Group) => {
+            Step::Enable(_, EventControlScope::Group) | Step::Disable(_, EventControlScope::Group) => {
                 let leader = event.leader;
                 let members = self.model.events.iter().filter(|(_, e)| e.leader == leader);
                 members.map(|(name, _)| *name).collect()
@@ -394,7 +394,7 @@ impl CoreAndModel {
             }
             Step::Reset(_) => {
                 self.model.reset(name);
-                handle.reset(ControlScope::Event)
+                handle.reset(EventControlScope::Event)
             }
             Step::Refresh(_, times) => {
                 let done = handle.refresh(times);
@@ -472,7 +472,9 @@ impl CoreAndModel {
             enable_on_exec: spec.on_exec,
             ..Attr::default()
         };
-        let target = spec.vcpu.map_or(OpenTarget::Vm, |n| OpenTarget::Vcpu(VcpuId(n)));
+        let target = spec
+            .vcpu
+            .map_or(EventOpenTarget::Vm, |n| EventOpenTarget::Vcpu(VcpuId(n)));
         let session = if spec.guest { &self.guest } else { &self.admin };
         let flags = OpenFlags {
             cookie: spec.cookie.then_some(name),

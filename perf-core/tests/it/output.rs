@@ -4,7 +4,7 @@
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 
 use perf_core::record::DecodedRecord;
-use perf_core::ring::{ControlPageCounter, Ring, RingMode, RingReader};
+use perf_core::ring::{ControlPageCounter, Ring, RingFullPolicy, RingReader};
 use perf_core::*;
 use proptest::prelude::*;
 use vmm_sys_util::epoll::{ControlOperation, Epoll, EpollEvent, EventSet};
@@ -76,7 +76,7 @@ fn sampling(period: u64) -> Attr {
     sim(period).with_sample_type(SampleType::IP | SampleType::TID)
 }
 
-fn overflow(m: &TestCore, v: &VcpuContext, n: u64) {
+fn overflow(m: &TestCore, v: &VcpuEventContext, n: u64) {
     m.run(v.id().0, n);
     v.service_overflows(&mut Regs, &mut |_| {});
 }
@@ -89,8 +89,12 @@ fn sample_contains_the_requested_fields() {
     let attr = sim(10)
         .with_sample_type(SampleType::all())
         .with_read_format(ReadFormat::GROUP | ReadFormat::ID);
-    let e = m.open(attr.clone(), OpenTarget::Vcpu(VcpuId(3)), None);
-    let _sibling = m.open(Attr { config: 2, ..hw() }, OpenTarget::Vcpu(VcpuId(3)), Some(&e));
+    let e = m.open(attr.clone(), EventOpenTarget::Vcpu(VcpuId(3)), None);
+    let _sibling = m.open(
+        Attr { config: 2, ..hw() },
+        EventOpenTarget::Vcpu(VcpuId(3)),
+        Some(&e),
+    );
     let ring = e.map(8, true).unwrap();
     overflow(&m, &v, 10);
     assert_eq!(
@@ -141,7 +145,7 @@ fn p39_exit_comes_after_the_last_sample_and_reads_follow_it() {
     let e = m.open_vm(attr.clone());
     let ring = e.map(8, true).unwrap();
     let v = m.vcpu(0);
-    m.core.mmap_record(&GuestMapping {
+    m.core.mmap_record(&GuestMmapEvent {
         start: 0x1000,
         len: 0x2000,
         pgoff: 0,
@@ -158,7 +162,7 @@ fn p39_exit_comes_after_the_last_sample_and_reads_follow_it() {
     assert_eq!(kinds(&seen), expected, "{seen:?}");
     assert_eq!(seen[3], "comm 1000 a name that is ");
     assert_eq!(seen[6], "read 1000 [7]");
-    e.disable(ControlScope::Event).unwrap();
+    e.disable(EventControlScope::Event).unwrap();
     m.vcpu(1);
     assert_eq!(records(&ring, &attr).len(), 0, "a disabled event gets none");
 }
@@ -272,7 +276,11 @@ fn p35_ring_memory_is_charged_and_refunded_exactly() {
     a.map(4, true).unwrap();
     assert_eq!(m.core.ring_pages(7), 5, "mapped again is the same memory");
     let again = a.map(4, false).unwrap();
-    assert_eq!(again.mode(), RingMode::Writable, "the first mapping decides");
+    assert_eq!(
+        again.mode(),
+        RingFullPolicy::Writable,
+        "the first mapping decides"
+    );
     assert!(a.unmap());
     for (event, pages, errno) in [
         (&a, 2, libc::EINVAL),
@@ -391,7 +399,7 @@ fn ring_of_the_control_page_alone_shows_count_and_times() {
         time_running_ns: 42,
     };
     assert_eq!(counter(), expected);
-    e.reset(ControlScope::Event).unwrap();
+    e.reset(EventControlScope::Event).unwrap();
     assert_eq!(counter().offset, 0);
 }
 

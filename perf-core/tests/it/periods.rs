@@ -24,7 +24,7 @@ fn raised(period: u64) -> Attr {
     }
 }
 
-fn run(m: &TestCore, v: &VcpuContext, n: u64) {
+fn run(m: &TestCore, v: &VcpuEventContext, n: u64) {
     m.run(v.id().0, n);
     serve(v);
 }
@@ -46,7 +46,7 @@ fn vcpu_added_later_samples_at_the_frequency_and_the_period_of_its_family() {
     let v0 = m.vcpu(0);
     e.set_period(10_000).unwrap();
     // At one count per nanosecond, the ideal period of this frequency is 100,000 counts.
-    let second = |v: &VcpuContext| {
+    let second = |v: &VcpuEventContext| {
         for step in 0..100_000u64 {
             run(&m, v, 10_000);
             if step % 100 == 99 {
@@ -117,7 +117,7 @@ fn bursts_samples_are_written_together_in_their_places_before_a_throttle_and_an_
     // limit (9).
     assert_eq!(types, [9, 5, 9]);
     m.core.tick();
-    e.disable(ControlScope::Event).unwrap();
+    e.disable(EventControlScope::Event).unwrap();
     samples(&ring);
     e.refresh(20).unwrap();
     ring.take_poll();
@@ -179,7 +179,7 @@ proptest! {
                 Step::Serve => serve(),
                 Step::Period(p) => e.set_period(p.min(sample_rate)).unwrap(),
                 Step::OutAndIn => { v.sched_out(); v.sched_in(); }
-                Step::OffAndOn => { e.disable(ControlScope::Event).unwrap(); e.enable(ControlScope::Event).unwrap(); }
+                Step::OffAndOn => { e.disable(EventControlScope::Event).unwrap(); e.enable(EventControlScope::Event).unwrap(); }
                 Step::Tick => m.core.tick(),
             }
             stood_for += periods(&ring).iter().sum::<u64>();

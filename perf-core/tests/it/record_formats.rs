@@ -45,7 +45,7 @@ fn perf_file(events: &[(&Attr, u64)], records: &[u8]) -> Vec<u8> {
     file
 }
 
-fn overflow(m: &TestCore, v: &VcpuContext, n: u64) {
+fn overflow(m: &TestCore, v: &VcpuEventContext, n: u64) {
     m.run(v.id().0, n);
     serve(v);
 }
@@ -83,7 +83,7 @@ fn reader_of_perf_files_finds_event_vcpu_and_time_of_every_record() {
     event_b.set_output(Some(&event_a)).unwrap();
 
     let v1 = m.vcpu(1);
-    m.core.mmap_record(&GuestMapping {
+    m.core.mmap_record(&GuestMmapEvent {
         start: 0x1000,
         len: 0x2000,
         pgoff: 0,
@@ -94,13 +94,13 @@ fn reader_of_perf_files_finds_event_vcpu_and_time_of_every_record() {
         overflow(&m, &v1, 5);
     }
     m.core.tick();
-    event_a.disable(ControlScope::Event).unwrap();
+    event_a.disable(EventControlScope::Event).unwrap();
     overflow(&m, &v0, 1000);
     event_b.pause_output(true).unwrap();
     overflow(&m, &v0, 1000);
     event_b.pause_output(false).unwrap();
     overflow(&m, &v0, 1000);
-    event_a.enable(ControlScope::Event).unwrap();
+    event_a.enable(EventControlScope::Event).unwrap();
     m.clock.advance(1);
     m.core.remove_vcpu(VcpuId(1)).unwrap();
 
@@ -190,7 +190,7 @@ fn lost_count_is_reported_per_event() {
     assert_eq!(words(&sibling), [1000, sibling.id(), b]);
     while reader.next_record().unwrap().is_some() {}
     for event in [&leader, &sibling] {
-        event.reset(ControlScope::Event).unwrap();
+        event.reset(EventControlScope::Event).unwrap();
     }
     overflow(&m, &v, 10);
     let (mut lost, mut members) = (0, Vec::new());

@@ -8,7 +8,7 @@ use std::fs::File;
 use std::os::fd::{AsFd, AsRawFd, FromRawFd};
 use std::sync::Arc;
 
-use perf_core::ring::{PAGE_SIZE, PollState, RawRecord, Ring, RingMode, RingReadError, RingReader};
+use perf_core::ring::{PAGE_SIZE, PollState, RawRecord, Ring, RingFullPolicy, RingReadError, RingReader};
 
 use crate::common::ring::{DATA_HEAD, DATA_TAIL, TAGGED, foreign, peek, poke, ring_and_reader, write};
 
@@ -39,7 +39,7 @@ const HEAD: &str = "the head is behind the tail or beyond the ring";
 /// Writes a record of 16 bytes and a second record whose header claims `size` bytes. Sets the head
 /// so that the second record has `there` available bytes.
 fn one_good_one_bad(size: u64, there: u64) -> (Ring, File) {
-    let ring = Ring::new(1, RingMode::Writable).expect("a ring");
+    let ring = Ring::new(1, RingFullPolicy::Writable).expect("a ring");
     let memory = foreign(&ring);
     header(&memory, 0, 16);
     header(&memory, 16, size);
@@ -125,7 +125,7 @@ fn invalid_head_is_reported() {
         // A head that is not a multiple of 8 is rounded down.
         (0, PAGE + 7, true),
     ] {
-        let ring = Ring::new(1, RingMode::Writable).expect("a ring");
+        let ring = Ring::new(1, RingFullPolicy::Writable).expect("a ring");
         let memory = foreign(&ring);
         poke(&memory, DATA_TAIL, tail);
         let mut reader = RingReader::map(ring.memfd()).expect("maps");
@@ -145,7 +145,7 @@ fn invalid_head_is_reported() {
 
 #[test]
 fn ring_without_data_has_no_head() {
-    let ring = Ring::new(0, RingMode::Writable).expect("a ring");
+    let ring = Ring::new(0, RingFullPolicy::Writable).expect("a ring");
     let mut reader = RingReader::map(ring.memfd()).expect("maps");
     assert!(reader.next_record().expect("nothing").is_none());
     poke(&foreign(&ring), DATA_HEAD, 8);
@@ -158,7 +158,7 @@ fn ring_without_data_has_no_head() {
 fn late_and_early_overwrite_readers_trust_equal_ranges() {
     let mut early_least = None;
     for records in 1..=PAGE / 24 + 1 {
-        let (ring, mut early) = ring_and_reader(1, RingMode::Overwrite);
+        let (ring, mut early) = ring_and_reader(1, RingFullPolicy::Overwrite);
         for n in 0..records {
             write(&ring, 24, 0, n).expect("overwrites");
         }
@@ -198,7 +198,7 @@ fn late_and_early_overwrite_readers_trust_equal_ranges() {
 /// one at a time.
 #[test]
 fn overwrite_ring_yields_no_batch() {
-    let (ring, mut reader) = ring_and_reader(1, RingMode::Overwrite);
+    let (ring, mut reader) = ring_and_reader(1, RingFullPolicy::Overwrite);
     write(&ring, 24, 0, 0).expect("room");
     assert_eq!(reader.batch().expect("sound").count(), 0);
     assert!(reader.next_record().expect("sound").is_some());
@@ -218,7 +218,7 @@ fn backward_head_of_overwrite_ring_is_reported() {
         let sealed = unsafe { libc::fcntl(file.as_raw_fd(), libc::F_ADD_SEALS, seals) };
         assert_eq!(sealed, 0);
         let mut reader = RingReader::map(file.as_fd()).expect("a ring");
-        assert_eq!(reader.mode(), RingMode::Overwrite);
+        assert_eq!(reader.mode(), RingFullPolicy::Overwrite);
         // SAFETY: the mapping exists until the end of this iteration, and the head is an aligned
         // word in it.
         unsafe { page.byte_add(DATA_HEAD as usize).write_volatile(2 * PAGE - back) };
@@ -255,7 +255,7 @@ fn shared(file: &File) -> *mut u64 {
 /// A reader releases space after each quarter of the ring, and when it has read all records.
 #[test]
 fn space_is_released_per_quarter() {
-    let ring = Arc::new(Ring::new(1, RingMode::Writable).expect("a ring"));
+    let ring = Arc::new(Ring::new(1, RingFullPolicy::Writable).expect("a ring"));
     let memory = foreign(&ring);
     let mut reader = RingReader::of(Arc::clone(&ring));
     for n in 0..100 {
@@ -322,7 +322,7 @@ fn non_ring_is_rejected_with_reason() {
 /// capabilities, which older kernels used for two purposes, is cleared.
 #[test]
 fn control_page_reports_supported_fields() {
-    let ring = Ring::new(1, RingMode::Writable).expect("a ring");
+    let ring = Ring::new(1, RingFullPolicy::Writable).expect("a ring");
     let memory = foreign(&ring);
     let (version, capabilities, size) = (peek(&memory, 0), peek(&memory, 40), peek(&memory, 72));
     assert_eq!((version, capabilities, size), (0, 1 << 1, 96));
@@ -359,11 +359,11 @@ fn kernel_ring_page_count_is_limited() {
 fn ring_mode_is_derived_from_seals() {
     let size = libc::F_SEAL_SHRINK;
     for (seals, data_size, mode) in [
-        (size, PAGE, RingMode::Writable),
-        (size | libc::F_SEAL_GROW, PAGE, RingMode::Writable),
-        (size | libc::F_SEAL_FUTURE_WRITE, PAGE, RingMode::Overwrite),
-        (size | libc::F_SEAL_WRITE, PAGE, RingMode::Overwrite),
-        (size, 0, RingMode::Writable),
+        (size, PAGE, RingFullPolicy::Writable),
+        (size | libc::F_SEAL_GROW, PAGE, RingFullPolicy::Writable),
+        (size | libc::F_SEAL_FUTURE_WRITE, PAGE, RingFullPolicy::Overwrite),
+        (size | libc::F_SEAL_WRITE, PAGE, RingFullPolicy::Overwrite),
+        (size, 0, RingFullPolicy::Writable),
     ] {
         let file = memfd(PAGE + data_size, seals, PAGE, data_size);
         let reader = RingReader::map(file.as_fd()).expect("a ring");
@@ -377,7 +377,7 @@ fn count_of_the_eventfd_is_notifications_and_a_hang_up() {
         let state = PollState::from_count(count);
         (state.readable, state.hang_up)
     };
-    let ring = Ring::new(1, RingMode::Writable).expect("a ring");
+    let ring = Ring::new(1, RingFullPolicy::Writable).expect("a ring");
     ring.hang_up();
     let mut count = [0; 8];
     // SAFETY: the buffer has the 8 bytes that reading an eventfd fills.

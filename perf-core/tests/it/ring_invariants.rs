@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use perf_core::attr::WakeupCondition;
 use perf_core::record::{EncodeRecord, LostRecord, RecordFormat, RecordWriteOutcome};
-use perf_core::ring::{PAGE_SIZE, RecordReservation, Ring, RingError, RingMode, RingReader};
+use perf_core::ring::{PAGE_SIZE, RecordReservation, Ring, RingError, RingFullPolicy, RingReader};
 use proptest::prelude::*;
 
 use crate::common::ring::{
@@ -51,7 +51,7 @@ struct Model {
 }
 
 impl Model {
-    fn new(mode: RingMode) -> Self {
+    fn new(mode: RingFullPolicy) -> Self {
         let (ring, reader) = ring_and_reader(1, mode);
         Self {
             page: foreign(&ring),
@@ -106,7 +106,7 @@ proptest! {
 
     #[test]
     fn p28_p29_p30_any_order_of_begin_end_and_read(steps in prop::collection::vec(step(), 0..200)) {
-        let mut model = Model::new(RingMode::Writable);
+        let mut model = Model::new(RingFullPolicy::Writable);
         let ring = Arc::clone(&model.ring);
                 let mut open: Vec<(RecordReservation<'_>, u64)> = Vec::new();
         for step in steps {
@@ -146,7 +146,7 @@ proptest! {
     fn p30_records_written_together_are_those_written_one_by_one(
         steps in prop::collection::vec((prop::collection::vec(prop_oneof![8 => 3usize..30, 1 => 30usize..600], 0..30), 0usize..60), 1..40),
     ) {
-        let rings = [(); 2].map(|()| Arc::new(Ring::new(1, RingMode::Writable).expect("a ring")));
+        let rings = [(); 2].map(|()| Arc::new(Ring::new(1, RingFullPolicy::Writable).expect("a ring")));
         let mut readers = rings.each_ref().map(|ring| RingReader::of(Arc::clone(ring)));
         let (mut number, mut seen) = (0, RecordWriteOutcome::default());
         for (sizes, reads) in steps {
@@ -177,7 +177,7 @@ proptest! {
 
     #[test]
     fn p28_a_record_that_is_not_filled_is_still_whole(sizes in prop::collection::vec((1usize..100, 0usize..100), 1..50)) {
-        let (ring, mut reader) = ring_and_reader(8, RingMode::Writable);
+        let (ring, mut reader) = ring_and_reader(8, RingFullPolicy::Writable);
         for (words, filled) in sizes {
             let mut record = ring.begin(8 * words, false).expect("the reader keeps up");
             for _ in 0..filled.min(words) {
@@ -193,7 +193,7 @@ proptest! {
 
     #[test]
     fn p31_wakeup_count_is_samples_divided_by_wakeup_events(n in 1u32..20, samples in 0u64..200) {
-        let ring = Ring::new(16, RingMode::Writable).expect("a ring");
+        let ring = Ring::new(16, RingFullPolicy::Writable).expect("a ring");
         ring.set_wakeup(WakeupCondition::Events(n));
         let mut wakeups = 0;
         for number in 0..samples {
@@ -209,7 +209,7 @@ proptest! {
     fn p31_samples_written_together_wake_once_if_the_last_of_a_number_is_among_them(
         n in 1u32..20, together in prop::collection::vec(0u64..30, 0..10),
     ) {
-        let ring = Ring::new(64, RingMode::Writable).expect("a ring");
+        let ring = Ring::new(64, RingFullPolicy::Writable).expect("a ring");
         ring.set_wakeup(WakeupCondition::Events(n));
         let mut samples = 0;
         for some in together {
@@ -223,7 +223,7 @@ proptest! {
 
     #[test]
     fn p31_a_watermark_wakes_once_for_that_many_bytes(watermark in 24u32..3000, records in 0u64..100) {
-        let ring = Ring::new(2, RingMode::Writable).expect("a ring");
+        let ring = Ring::new(2, RingFullPolicy::Writable).expect("a ring");
         ring.set_wakeup(WakeupCondition::Watermark(watermark));
         let (mut wakeups, mut since) = (0, 0);
         for number in 0..records {
@@ -247,7 +247,7 @@ proptest! {
         ),
         words in 3usize..500,
     ) {
-        let ring = Ring::new(1, RingMode::Writable).expect("a ring");
+        let ring = Ring::new(1, RingFullPolicy::Writable).expect("a ring");
         let page = foreign(&ring);
         let (mut written, mut attempts) = (0u64, 0);
         for tail in tails {
@@ -276,7 +276,7 @@ proptest! {
         batches: bool,
     ) {
         use std::os::unix::fs::FileExt;
-        let ring = Ring::new(1, RingMode::Writable).expect("a ring");
+        let ring = Ring::new(1, RingFullPolicy::Writable).expect("a ring");
         let page = foreign(&ring);
         page.write_all_at(&bytes, PAGE_SIZE as u64).expect("writable");
         poke(&page, DATA_HEAD, head);
@@ -319,7 +319,7 @@ proptest! {
 
 #[test]
 fn p29_a_full_ring_refuses_and_reports_the_loss_first() {
-    let (ring, mut reader) = ring_and_reader(1, RingMode::Writable);
+    let (ring, mut reader) = ring_and_reader(1, RingFullPolicy::Writable);
     let written = (0..).take_while(|&n| write(&ring, 40, 0, n).is_ok()).count() as u64;
     // At least 8 bytes stay free. Otherwise the positions of a full ring would equal those of an
     // empty one, modulo the size.
@@ -354,7 +354,7 @@ fn p29_a_full_ring_refuses_and_reports_the_loss_first() {
 
 #[test]
 fn records_of_impossible_sizes_are_refused_and_not_counted_as_lost() {
-    let ring = Ring::new(1, RingMode::Writable).expect("a ring");
+    let ring = Ring::new(1, RingFullPolicy::Writable).expect("a ring");
     for size in [0, 7, 9, 12, 4095] {
         let refused = ring.begin(size, false);
         assert!(matches!(refused, Err(RingError::Size { .. })), "{size}");
@@ -369,7 +369,7 @@ fn records_of_impossible_sizes_are_refused_and_not_counted_as_lost() {
     assert!(ring.begin(4064, false).is_ok(), "the largest that leaves a gap");
     assert_eq!(ring.pending_lost(), 0);
 
-    let large = Ring::new(64, RingMode::Writable).expect("a ring");
+    let large = Ring::new(64, RingFullPolicy::Writable).expect("a ring");
     // The size field of a record is a `u16`, which limits the size to 65,528 bytes.
     let refused = large.begin(65_536, false);
     assert!(matches!(refused, Err(RingError::TooLarge { limit: 65_528, .. })));
@@ -378,7 +378,7 @@ fn records_of_impossible_sizes_are_refused_and_not_counted_as_lost() {
 
 #[test]
 fn ring_without_data_pages_takes_no_records_but_notifies() {
-    let ring = Ring::new(0, RingMode::Writable).expect("a control page");
+    let ring = Ring::new(0, RingFullPolicy::Writable).expect("a control page");
     assert!(matches!(ring.begin(24, true), Err(RingError::NoData)));
     assert_eq!(ring.pending_lost(), 0);
     assert!(!ring.take_poll().readable);
@@ -391,7 +391,7 @@ fn ring_without_data_pages_takes_no_records_but_notifies() {
 
 #[test]
 fn poll_state_is_taken_once_and_a_hang_up_survives_later_notifications() {
-    let ring = Ring::new(1, RingMode::Writable).expect("a ring");
+    let ring = Ring::new(1, RingFullPolicy::Writable).expect("a ring");
     ring.set_wakeup(WakeupCondition::Events(1));
     write(&ring, 24, 0, 0).expect("room");
     ring.hang_up();
@@ -406,7 +406,7 @@ fn poll_state_is_taken_once_and_a_hang_up_survives_later_notifications() {
 
 #[test]
 fn wakeup_waits_until_the_record_can_be_read() {
-    let ring = Ring::new(1, RingMode::Writable).expect("a ring");
+    let ring = Ring::new(1, RingFullPolicy::Writable).expect("a ring");
     ring.set_wakeup(WakeupCondition::Events(2));
     let outer = ring.begin(24, true).expect("room");
     write(&ring, 24, 0, 1).expect("the second sample, which is due to wake");
@@ -417,7 +417,7 @@ fn wakeup_waits_until_the_record_can_be_read() {
 
 #[test]
 fn overwrite_ring_keeps_newest_and_reports_overrun() {
-    let (ring, mut slow) = ring_and_reader(1, RingMode::Overwrite);
+    let (ring, mut slow) = ring_and_reader(1, RingFullPolicy::Overwrite);
     let mut fast = RingReader::of(Arc::clone(&ring));
     for n in 0..1000 {
         write(&ring, 40, 0, n).expect("always room");
@@ -459,7 +459,7 @@ fn overwrite_ring_keeps_newest_and_reports_overrun() {
 
 #[test]
 fn too_many_writers_at_once_are_refused() {
-    let ring = Ring::new(16, RingMode::Writable).expect("a ring");
+    let ring = Ring::new(16, RingFullPolicy::Writable).expect("a ring");
     let open: Vec<_> = (0..255).map(|_| ring.begin(8, false).expect("room")).collect();
     assert!(matches!(ring.begin(8, false), Err(RingError::Full)));
     assert_eq!(ring.pending_lost(), 1);
@@ -469,7 +469,7 @@ fn too_many_writers_at_once_are_refused() {
 
 #[test]
 fn new_reader_continues_at_last_tail() {
-    let ring = Arc::new(Ring::new(1, RingMode::Writable).expect("a ring"));
+    let ring = Arc::new(Ring::new(1, RingFullPolicy::Writable).expect("a ring"));
     for n in 0..10 {
         write(&ring, 40, 0, n).expect("room");
     }

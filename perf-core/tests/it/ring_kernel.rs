@@ -9,7 +9,7 @@ use std::sync::Arc;
 
 use perf_core::attr::{Attr, EventType, ReadFormat, SampleType};
 use perf_core::record::{DecodedRecord, EncodeRecord, RecordFormat};
-use perf_core::ring::{Ring, RingMode, RingReader};
+use perf_core::ring::{Ring, RingFullPolicy, RingReader};
 use perf_event::events::Software;
 use perf_event::{Builder, SampleFlag};
 
@@ -122,7 +122,7 @@ fn open_event(attr: &Attr, cpu: i32, group: i32) -> std::io::Result<OwnedFd> {
 /// Reads every record in the kernel's ring, decodes it, encodes it into a ring of this crate and
 /// compares the bytes. Returns the number of records by type.
 fn check_reencoded_records(reader: &mut RingReader, format: RecordFormat) -> BTreeMap<u32, u32> {
-    let ring = Arc::new(Ring::new(4, RingMode::Writable).unwrap());
+    let ring = Arc::new(Ring::new(4, RingFullPolicy::Writable).unwrap());
     let mut ours = RingReader::of(Arc::clone(&ring));
     let mut types = BTreeMap::new();
     while let Some(raw) = reader.next_record().expect("the kernel's rings are sound") {

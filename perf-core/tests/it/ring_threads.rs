@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use perf_core::attr::WakeupCondition;
 use perf_core::record::{EncodeRecord, RecordFormat};
-use perf_core::ring::{ControlPageCounter, Ring, RingError, RingMode, RingReader};
+use perf_core::ring::{ControlPageCounter, Ring, RingError, RingFullPolicy, RingReader};
 
 use crate::common::ring::{
     CheckedRecord, DATA_HEAD, DATA_TAIL, NumberedRecord, check, drain, foreign, peek, ring_and_reader, wait,
@@ -36,7 +36,7 @@ fn drain_in_order(reader: &mut RingReader, last: &mut [u64]) -> (u64, u64) {
 
 #[test]
 fn p28_p29_p30_threads_write_whole_records_in_order_and_losses_add_up() {
-    let (ring, mut reader) = ring_and_reader(1, RingMode::Writable);
+    let (ring, mut reader) = ring_and_reader(1, RingFullPolicy::Writable);
     let (done, refused) = (AtomicU64::new(0), AtomicU64::new(0));
     let page = foreign(&ring);
     let mut last = [0; WRITERS as usize];
@@ -97,7 +97,7 @@ fn p28_p29_p30_threads_write_whole_records_in_order_and_losses_add_up() {
 
 #[test]
 fn p31_reader_sleeping_on_eventfd_misses_no_record() {
-    let ring = Arc::new(Ring::new(16, RingMode::Writable).expect("a ring"));
+    let ring = Arc::new(Ring::new(16, RingFullPolicy::Writable).expect("a ring"));
     ring.set_wakeup(WakeupCondition::Events(1));
     let mut reader = RingReader::of(Arc::clone(&ring));
     let mut last = [0; WRITERS as usize];
@@ -124,7 +124,7 @@ fn p31_reader_sleeping_on_eventfd_misses_no_record() {
 
 #[test]
 fn p34_the_counter_on_the_control_page_is_never_torn() {
-    let ring = Arc::new(Ring::new(0, RingMode::Writable).expect("a control page"));
+    let ring = Arc::new(Ring::new(0, RingFullPolicy::Writable).expect("a control page"));
     let reader = RingReader::map(ring.memfd()).expect("maps");
     let stop = AtomicBool::new(false);
     let counter = |n: u64| ControlPageCounter {

@@ -14,14 +14,14 @@ fn open_with_frequency(m: &TestCore, hz: u64) -> EventHandle {
 }
 
 /// Services the overflows of vCPU `v` and returns the number of overflows.
-fn overflows(v: &VcpuContext) -> u32 {
+fn overflows(v: &VcpuEventContext) -> u32 {
     serve(v).iter().map(|o| o.times).sum()
 }
 
 /// Runs the vCPU for one second in steps of `step_ns` nanoseconds, with one count per nanosecond.
 /// Returns the number of overflows. Overflows are serviced after each step, and a tick follows
 /// after every `steps_per_tick` steps.
-fn overflows_per_second(m: &TestCore, v: &VcpuContext, step_ns: u64, steps_per_tick: u64) -> u32 {
+fn overflows_per_second(m: &TestCore, v: &VcpuEventContext, step_ns: u64, steps_per_tick: u64) -> u32 {
     let mut times = 0;
     for step in 1..=1_000_000_000 / step_ns {
         m.run(0, step_ns);
@@ -166,7 +166,7 @@ fn frequency_converges_to_period() {
 fn periods_are_checked() {
     let m = TestCore::new(4);
     let _v = m.vcpu(0);
-    let invalid = |result: Result<_, ControlError>| result.unwrap_err().errno() == libc::EINVAL;
+    let invalid = |result: Result<_, PerfEventControlError>| result.unwrap_err().errno() == libc::EINVAL;
     let e = m.open_vcpu(hw(), None);
     assert!(invalid(e.set_period(5)), "a counting event has none");
     assert!(invalid(e.arm(0).map(drop)));
@@ -185,7 +185,7 @@ fn p38_no_overflow_reported_without_active_event() {
     m.run(0, 10);
     assert_eq!(served(), 1);
     assert_eq!(served(), 0, "a second signal for the same overflow is not ours");
-    c.disable(ControlScope::Event).unwrap();
+    c.disable(EventControlScope::Event).unwrap();
     m.run(0, 100);
     assert_eq!(v.stats().active, 0);
     assert_eq!(
@@ -357,7 +357,7 @@ fn p26_a_fixed_period_needs_ticks_and_a_guests_counter_does_not() {
     );
     m.core.tick();
     assert_eq!(m.core.tick_need(), PendingTickWork::Watch);
-    operators.disable(ControlScope::Event).unwrap();
+    operators.disable(EventControlScope::Event).unwrap();
     assert!(!m.core.needs_tick());
     let _follows = m.open_vcpu(sim(100).with_freq(), None);
     assert_eq!(m.core.tick_need(), PendingTickWork::Work);
@@ -376,7 +376,7 @@ fn tick_keeps_pending_overflow() {
 }
 
 /// Simulated vCPU registers that raise a software event at level `Thread` when they are read.
-struct RaisingRegs<'a>(&'a VcpuContext, Option<bool>);
+struct RaisingRegs<'a>(&'a VcpuEventContext, Option<bool>);
 
 impl SampleRegs for RaisingRegs<'_> {
     fn mode(&mut self) -> CpuMode {
@@ -384,7 +384,7 @@ impl SampleRegs for RaisingRegs<'_> {
     }
     fn ip(&mut self) -> u64 {
         let raised = self.0.software_event_at(
-            SoftwareEventLevel::Thread,
+            RecursionContext::Thread,
             SoftwareEventId::Halts,
             1,
             None,

@@ -1,6 +1,6 @@
 //! Tests of groups, slots, rotation and event states.
 
-use perf_core::pmu::sim::{SimConfig, SimPmu};
+use perf_core::pmu::sim::{SimPmu, SimPmuConfig};
 use perf_core::*;
 use proptest::prelude::*;
 
@@ -73,7 +73,7 @@ fn pinned_event_without_a_slot_is_in_error_until_enabled() {
     assert_eq!(second.read_bytes(&mut [0; 64]).unwrap(), 0, "end of file");
     drop(first);
     assert_eq!(second.state(), EventState::Error, "it does not heal by itself");
-    second.enable(ControlScope::Event).unwrap();
+    second.enable(EventControlScope::Event).unwrap();
     assert_eq!(second.state(), EventState::Active);
 }
 
@@ -173,16 +173,16 @@ fn p12_leader_schedules_its_group() {
     use EventState::{Active, Inactive, Off};
     let states = || [leader.state(), on.state(), off.state()];
     assert_eq!(states(), [Active, Active, Off]);
-    leader.disable(ControlScope::Event).unwrap();
+    leader.disable(EventControlScope::Event).unwrap();
     assert_eq!(states(), [Off, Inactive, Off]);
     m.run(0, 50);
     let enabled_ns = on.read().unwrap().time_enabled_ns;
     assert_eq!(enabled_ns, 0, "time stands still under a leader that is off");
-    leader.enable(ControlScope::Event).unwrap();
+    leader.enable(EventControlScope::Event).unwrap();
     assert_eq!(states(), [Active, Active, Off]);
-    leader.disable(ControlScope::Group).unwrap();
+    leader.disable(EventControlScope::Group).unwrap();
     assert_eq!(states(), [Off; 3]);
-    off.enable(ControlScope::Group).unwrap();
+    off.enable(EventControlScope::Group).unwrap();
     assert_eq!(states(), [Active; 3]);
 }
 
@@ -234,12 +234,12 @@ fn driver_that_refuses_leaves_a_flexible_group_waiting_and_a_pinned_one_in_error
 #[test]
 fn partially_fitting_group_is_off_as_a_whole() {
     let core = PerfCore::new(PerfCoreConfig::default());
-    let pmu = SimPmu::new(SimConfig {
+    let pmu = SimPmu::new(SimPmuConfig {
         slots: Some(2),
         // Both events fit only slot 0, which the core does not know.
         allowed_slots: [(1, 1), (2, 1)].into(),
         untold: true,
-        ..SimConfig::default()
+        ..SimPmuConfig::default()
     });
     core.register(std::sync::Arc::new(pmu.clone()));
     let v = core.add_vcpu(VcpuId(0), 1).unwrap();
@@ -354,7 +354,7 @@ fn estimate_follows_rate_and_reports_exactness() {
     m.run(0, 10);
     let e = alone.estimate().unwrap().unwrap();
     assert_eq!((e.value, e.exact, e.standard_error), (10, true, Some(0.0)));
-    alone.reset(ControlScope::Event).unwrap();
+    alone.reset(EventControlScope::Event).unwrap();
     let _other = m.open_vcpu(hw(), None);
     for _ in 0..100 {
         m.run(0, 10);
@@ -419,7 +419,7 @@ fn unschedulable_groups_do_not_block_others() {
     assert_eq!(alone.read().unwrap().estimate(), None);
     assert_eq!(v.stats().waiting_groups, 20 + 1 + 2);
     // Makes the groups fit: disables one of their members, and closes the pinned event.
-    hopeless[7].1.disable(ControlScope::Event).unwrap();
+    hopeless[7].1.disable(EventControlScope::Event).unwrap();
     p.close();
     turns(200);
     assert!(hopeless.iter().all(|(leader, _)| counted(leader) > 0));

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use perf_core::pmu::sim::{SimConfig, SimPmu};
+use perf_core::pmu::sim::{SimPmu, SimPmuConfig};
 use perf_core::pmu::{Pmu, VcpuId};
 use perf_core::time::ManualClock;
 use perf_core::*;
@@ -15,12 +15,12 @@ struct SlotLossFixture {
     core: PerfCore,
     clock: Arc<ManualClock>,
     pmu: SimPmu,
-    vcpu: Arc<VcpuContext>,
+    vcpu: Arc<VcpuEventContext>,
     session: Session,
 }
 
 impl SlotLossFixture {
-    fn new(config: SimConfig) -> Self {
+    fn new(config: SimPmuConfig) -> Self {
         let clock = Arc::new(ManualClock::new());
         let core = PerfCore::new(PerfCoreConfig {
             clock: clock.clone(),
@@ -41,9 +41,9 @@ impl SlotLossFixture {
     }
 
     fn slots(slots: usize) -> Self {
-        Self::new(SimConfig {
+        Self::new(SimPmuConfig {
             slots: Some(slots),
-            ..SimConfig::default()
+            ..SimPmuConfig::default()
         })
     }
 
@@ -52,7 +52,7 @@ impl SlotLossFixture {
             pinned,
             ..Attr::counting(EventType::SIM, 1)
         };
-        let target = OpenTarget::Vcpu(VCPU);
+        let target = EventOpenTarget::Vcpu(VCPU);
         self.core
             .open(&self.session, attr, target, None, OpenFlags::default())
             .unwrap()
@@ -82,19 +82,19 @@ fn pinned_event_enters_error_state_when_its_slot_is_taken_and_recovers_when_enab
     assert!(rig.vcpu.take_errors() && !rig.vcpu.take_errors() && !rig.core.has_unhandled_errors());
     let lost = events.iter().find(|e| e.state() == EventState::Error).unwrap();
     let kept = events.iter().find(|e| e.state() == EventState::Active).unwrap();
-    assert_eq!(lost.failure().unwrap().cause, EventFailureCause::Taken);
+    assert_eq!(lost.failure().unwrap().cause, PinnedEventFailureCause::Taken);
     assert_eq!(kept.failure(), None);
     assert_eq!(
         (lost.count().unwrap(), kept.count().unwrap()),
         (1000, 1000 + WHILE_NS)
     );
-    lost.enable(ControlScope::Event).unwrap();
+    lost.enable(EventControlScope::Event).unwrap();
     let failure = lost.failure().unwrap();
     // The event cannot be started, because its slot is still taken.
-    assert_eq!(failure.cause, EventFailureCause::Busy);
+    assert_eq!(failure.cause, PinnedEventFailureCause::Busy);
     assert_eq!(failure.since_ns, rig.vcpu.time_ns());
     rig.pmu.take_slots(0);
-    lost.enable(ControlScope::Event).unwrap();
+    lost.enable(EventControlScope::Event).unwrap();
     assert_eq!((lost.state(), lost.failure()), (EventState::Active, None));
     rig.run(10);
     assert_eq!(lost.count().unwrap(), 1010);
@@ -104,10 +104,10 @@ fn pinned_event_enters_error_state_when_its_slot_is_taken_and_recovers_when_enab
 #[test]
 fn running_time_ends_when_slot_is_lost() {
     let late_ns = 300;
-    let rig = SlotLossFixture::new(SimConfig {
+    let rig = SlotLossFixture::new(SimPmuConfig {
         slots: Some(1),
         late_ns,
-        ..SimConfig::default()
+        ..SimPmuConfig::default()
     });
     let event = rig.open(true);
     rig.run(1000);
@@ -119,7 +119,7 @@ fn running_time_ends_when_slot_is_lost() {
     assert_eq!(event.failure().unwrap().since_ns, 1000);
     // The reported time of loss is limited to the time at which the event was started.
     rig.pmu.take_slots(0);
-    event.enable(ControlScope::Event).unwrap();
+    event.enable(EventControlScope::Event).unwrap();
     rig.run(100);
     rig.pmu.take_slots(1);
     let reading = event.read().unwrap();

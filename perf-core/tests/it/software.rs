@@ -18,13 +18,13 @@ fn every(period: u64) -> Attr {
 
 /// Simulated vCPU registers that raise a `Halts` event at level `level` when they are read.
 struct NestedRaise<'a> {
-    v: &'a VcpuContext,
-    level: SoftwareEventLevel,
+    v: &'a VcpuEventContext,
+    level: RecursionContext,
     delivered: Option<bool>,
 }
 
 impl<'a> NestedRaise<'a> {
-    fn new(v: &'a VcpuContext, level: SoftwareEventLevel) -> Self {
+    fn new(v: &'a VcpuEventContext, level: RecursionContext) -> Self {
         let delivered = None;
         Self { v, level, delivered }
     }
@@ -69,7 +69,7 @@ fn event_without_counter_is_not_dropped() {
     let v = m.vcpu(0);
     let _exits = m.open_vcpu(exits(), None);
     let nested = || {
-        let mut regs = NestedRaise::new(&v, SoftwareEventLevel::Thread);
+        let mut regs = NestedRaise::new(&v, RecursionContext::Thread);
         v.software_event(SoftwareEventId::Exits, 1, Some(&mut regs), &mut |_| {});
         regs.delivered
     };
@@ -145,7 +145,7 @@ fn vm_context_counts_before_vcpu_context() {
         m.core.open(&m.admin, every(1), target, None, flags).unwrap()
     };
     let _vcpu = open(V0, 2);
-    let _vm = open(OpenTarget::Vm, 1);
+    let _vm = open(EventOpenTarget::Vm, 1);
     let mut seen = Vec::new();
     v.software_event(SoftwareEventId::Exits, 1, Some(&mut UnavailableRegs), &mut |o| {
         seen.push(o.cookie)
@@ -157,7 +157,7 @@ fn vm_context_counts_before_vcpu_context() {
 fn unknown_event_is_refused() {
     let m = TestCore::new(1);
     let _v = m.vcpu(0);
-    for target in [OpenTarget::Vm, V0] {
+    for target in [EventOpenTarget::Vm, V0] {
         let attr = Attr::counting(EventType::VMM, SoftwareEventId::ALL.len() as u64);
         let error = m.try_open(&m.admin, attr, target, None).unwrap_err();
         assert_eq!(error.errno(), libc::EINVAL);
@@ -173,7 +173,7 @@ fn unknown_event_is_refused() {
 /// again.
 #[test]
 fn p24_an_event_inside_its_own_level_is_dropped_and_others_nest() {
-    use SoftwareEventLevel::{Deferred, Nmi, Signal, Thread};
+    use RecursionContext::{Deferred, Nmi, Signal, Thread};
     let m = TestCore::new(1);
     let v = m.vcpu(0);
     let sampled = m.open_vcpu(every(1).with_sample_type(SampleType::IP), None);

@@ -55,8 +55,8 @@ fn concurrent_calls_from_all_threads() {
                 let mut handles: Vec<EventHandle> = Vec::new();
                 for _ in 0..ROUNDS {
                     let target = match rng.u32(0..3) {
-                        0 => OpenTarget::Vm,
-                        n => OpenTarget::Vcpu(VcpuId(n - 1)),
+                        0 => EventOpenTarget::Vm,
+                        n => EventOpenTarget::Vcpu(VcpuId(n - 1)),
                     };
                     let mut attr = match rng.u32(0..4) {
                         0 => Attr {
@@ -67,7 +67,7 @@ fn concurrent_calls_from_all_threads() {
                         2 => sim(13).with_sample_type(SampleType::IP),
                         _ => hw(),
                     };
-                    attr.inherit = target == OpenTarget::Vm;
+                    attr.inherit = target == EventOpenTarget::Vm;
                     let leader = handles.last().filter(|_| rng.u32(0..3) == 0);
                     // The open fails if the vCPU was removed or the leader belongs to another
                     // context.
@@ -78,7 +78,7 @@ fn concurrent_calls_from_all_threads() {
                         handles.push(handle);
                     }
                     if let Some(handle) = handles.get(rng.usize(0..8)) {
-                        let scope = [ControlScope::Event, ControlScope::Group][rng.usize(0..2)];
+                        let scope = [EventControlScope::Event, EventControlScope::Group][rng.usize(0..2)];
                         match rng.u32(0..7) {
                             0 => handle.disable(scope).unwrap(),
                             1 => handle.enable(scope).unwrap(),

@@ -9,7 +9,7 @@ use std::os::unix::process::CommandExt;
 use std::process::{Child, Command, Stdio};
 
 use perf_core::attr::WakeupCondition;
-use perf_core::ring::{PAGE_SIZE, PollState, Ring, RingMode, RingReadError, RingReader};
+use perf_core::ring::{PAGE_SIZE, PollState, Ring, RingFullPolicy, RingReadError, RingReader};
 
 use crate::common::ring::{CheckedRecord, DATA_HEAD, DATA_TAIL, check, drain, foreign, next, poke, write};
 
@@ -123,7 +123,7 @@ fn other_process() {
         }
         "observer" => {
             let mut reader = map();
-            assert_eq!(reader.mode(), RingMode::Overwrite);
+            assert_eq!(reader.mode(), RingFullPolicy::Overwrite);
             // SAFETY: a mapping, if it succeeded, would be one page at an address chosen by the
             // kernel.
             let writable = unsafe {
@@ -167,7 +167,7 @@ fn other_process() {
 
 #[test]
 fn other_process_reads_all_records_and_hang_up() {
-    let ring = Ring::new(4, RingMode::Writable).expect("a ring");
+    let ring = Ring::new(4, RingFullPolicy::Writable).expect("a ring");
     ring.set_wakeup(WakeupCondition::Events(16));
     let mut child = start("reader", &ring);
     expect(&mut child, "ready:");
@@ -189,7 +189,7 @@ fn other_process_reads_all_records_and_hang_up() {
 
 #[test]
 fn killed_reader_loses_only_records() {
-    let ring = Ring::new(1, RingMode::Writable).expect("a ring");
+    let ring = Ring::new(1, RingFullPolicy::Writable).expect("a ring");
     for number in 0..10 {
         write(&ring, 40, 7, number).expect("room");
     }
@@ -209,7 +209,7 @@ fn killed_reader_loses_only_records() {
 
 #[test]
 fn corrupting_process_cannot_harm_writer() {
-    let ring = Ring::new(1, RingMode::Writable).expect("a ring");
+    let ring = Ring::new(1, RingFullPolicy::Writable).expect("a ring");
     let mut child = start("vandal", &ring);
     expect(&mut child, "ready:");
     let (mut attempts, mut written) = (0u64, 0u64);
@@ -243,7 +243,7 @@ fn corrupting_process_cannot_harm_writer() {
 
 #[test]
 fn observer_of_an_overwrite_ring_never_sees_a_torn_record_and_cannot_write() {
-    let ring = Ring::new(4, RingMode::Overwrite).expect("a ring");
+    let ring = Ring::new(4, RingFullPolicy::Overwrite).expect("a ring");
     write(&ring, 24, 7, 0).expect("room");
     let mut child = start("observer", &ring);
     expect(&mut child, "ready:");

@@ -5,7 +5,7 @@
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, OnceLock};
 
-use perf_core::ring::{RecordReservation, Ring, RingMode, RingReader};
+use perf_core::ring::{RecordReservation, Ring, RingFullPolicy, RingReader};
 
 use crate::common::ring::{CheckedRecord, TAGGED, check, drain, write};
 
@@ -66,7 +66,7 @@ extern "C" fn overflow(signal: libc::c_int) {
 
 #[test]
 fn p28_overflow_inside_overflow_writes_whole_records_and_counts_every_loss() {
-    let ring = RING.get_or_init(|| Arc::new(Ring::new(1, RingMode::Writable).expect("a ring")));
+    let ring = RING.get_or_init(|| Arc::new(Ring::new(1, RingFullPolicy::Writable).expect("a ring")));
     for signal in [libc::SIGUSR1, libc::SIGUSR2] {
         // SAFETY: the handler only uses operations that are allowed there: atomics, copies, and
         // system calls. No wakeup is due, because none is configured by count and writes below the

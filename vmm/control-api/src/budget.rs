@@ -6,29 +6,29 @@ use std::time::Duration;
 
 /// Limits on the replies that a client accepts from a potentially hostile VM on one connection.
 #[derive(Clone, Debug)]
-pub struct ReplyLimits {
+pub struct ControlReplyLimits {
     /// Maximum time to wait for one reply.
     pub timeout: Duration,
     /// Maximum length of a reply, in bytes. Replies that are always short, such as confirmations,
     /// have a lower limit.
     pub max_bytes: usize,
     /// Budget for reply bytes, which this connection shares with other connections.
-    pub budget: Arc<ReplyBudget>,
+    pub budget: Arc<ReplyMemoryBudget>,
 }
 
 /// Limit on the total number of reply bytes that several connections hold in memory.
 #[derive(Debug)]
-pub struct ReplyBudget {
+pub struct ReplyMemoryBudget {
     max_bytes: usize,
     used: AtomicUsize,
     /// Enclosing budget. Bytes taken from this budget are also taken from the enclosing one.
-    parent: Option<Arc<ReplyBudget>>,
+    parent: Option<Arc<ReplyMemoryBudget>>,
 }
 
-impl ReplyBudget {
+impl ReplyMemoryBudget {
     /// Creates a budget of `max_bytes` bytes. Bytes taken from this budget are also taken from
     /// `parent`.
-    pub fn new(max_bytes: usize, parent: Option<Arc<ReplyBudget>>) -> Self {
+    pub fn new(max_bytes: usize, parent: Option<Arc<ReplyMemoryBudget>>) -> Self {
         Self {
             max_bytes,
             used: AtomicUsize::new(0),
@@ -62,15 +62,15 @@ impl ReplyBudget {
     }
 }
 
-/// Reply bytes reserved in a [`ReplyBudget`]. Dropping the value releases them.
+/// Reply bytes reserved in a [`ReplyMemoryBudget`]. Dropping the value releases them.
 #[derive(Debug)]
 pub struct ReservedReplyBytes {
-    budget: Arc<ReplyBudget>,
+    budget: Arc<ReplyMemoryBudget>,
     bytes: usize,
 }
 
 impl ReservedReplyBytes {
-    pub(crate) fn none_of(budget: &Arc<ReplyBudget>) -> Self {
+    pub(crate) fn none_of(budget: &Arc<ReplyMemoryBudget>) -> Self {
         Self {
             budget: budget.clone(),
             bytes: 0,
@@ -109,8 +109,8 @@ mod tests {
 
     #[test]
     fn reply_budget_and_parent_limit_held_bytes() {
-        let all = Arc::new(ReplyBudget::new(10, None));
-        let [one, two] = [(); 2].map(|()| Arc::new(ReplyBudget::new(7, Some(all.clone()))));
+        let all = Arc::new(ReplyMemoryBudget::new(10, None));
+        let [one, two] = [(); 2].map(|()| Arc::new(ReplyMemoryBudget::new(7, Some(all.clone()))));
         let (mut first, mut second) = (
             ReservedReplyBytes::none_of(&one),
             ReservedReplyBytes::none_of(&two),

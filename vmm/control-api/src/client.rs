@@ -12,7 +12,7 @@ use vmm_sys_util::sock_ctrl_msg::ScmSocket;
 use serde::Deserialize;
 use serde::de::{DeserializeOwned, IgnoredAny};
 
-use crate::budget::{ReplyLimits, ReservedReplyBytes};
+use crate::budget::{ControlReplyLimits, ReservedReplyBytes};
 use crate::nearest::did_you_mean;
 use crate::peer;
 use crate::protocol::{
@@ -20,14 +20,15 @@ use crate::protocol::{
     VmInfo,
 };
 use crate::request::{self, Request};
-use crate::socket_dir::{self, SocketError};
+use crate::socket_dir::{self, ControlSocketError};
 
 /// Default time that a client waits for a reply.
 pub const REPLY_TIMEOUT: Duration = Duration::from_secs(10);
 /// Time without a reply after which the client checks whether the VM's process is stopped.
 const SILENCE_CHECK: Duration = Duration::from_millis(500);
-/// Minimum average number of reply bytes per object or array. A client with [`ReplyLimits`] rejects
-/// a reply with a lower average, because the parsed form of `{}` may need hundreds of bytes.
+/// Minimum average number of reply bytes per object or array. A client with [`ControlReplyLimits`]
+/// rejects a reply with a lower average, because the parsed form of `{}` may need hundreds of
+/// bytes.
 const MIN_OBJECT_BYTES: usize = 32;
 /// Number of objects and arrays that any reply may contain. A longer reply may contain one more per
 /// [`MIN_OBJECT_BYTES`].
@@ -46,7 +47,7 @@ const MAX_SYMBOLS: u64 = 512 << 20;
 pub enum ClientError {
     /// The VM name is invalid, or the socket directory cannot be read.
     #[error(transparent)]
-    Place(#[from] SocketError),
+    Place(#[from] ControlSocketError),
     /// No VM has this name.
     #[error("no VM named '{name}' is running{}", running(name, .others))]
     NoSuchVm {
@@ -179,7 +180,7 @@ impl Client {
     pub fn connect_limited(
         path: &Path,
         owner: u32,
-        limits: &ReplyLimits,
+        limits: &ControlReplyLimits,
         deadline: Instant,
     ) -> Result<Self, ClientError> {
         let mut line = Connection::new(stream_at(path, Some(owner))?, limits.timeout)?;
@@ -257,7 +258,7 @@ impl Client {
 
     /// Returns the bytes of the reply budget that replies have used since the previous call. The
     /// caller must keep the returned value for as long as it uses data from these replies. Returns
-    /// `None` without [`ReplyLimits`].
+    /// `None` without [`ControlReplyLimits`].
     pub fn take_held(&mut self) -> Option<ReservedReplyBytes> {
         let held = self.line.held.as_mut()?;
         let none = held.same_budget();

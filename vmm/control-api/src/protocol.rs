@@ -148,8 +148,8 @@ pub enum Call {
         vcpu: u32,
         /// Number of data pages, a power of two.
         pages: u32,
-        /// `true` if new records overwrite the oldest ones, as in a flight recorder, instead of being
-        /// dropped while the ring is full. The client cannot write to the memfd.
+        /// `true` if new records overwrite the oldest ones, as in a flight recorder, instead of
+        /// being dropped while the ring is full. The client cannot write to the memfd.
         #[serde(default, skip_serializing_if = "std::ops::Not::not")]
         overwrite: bool,
     },

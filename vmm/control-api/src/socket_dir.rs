@@ -22,7 +22,7 @@ const BACKLOG_TIMEOUT: Duration = Duration::from_millis(500);
 
 /// Error returned when a control socket is unavailable.
 #[derive(Debug, thiserror::Error)]
-pub enum SocketError {
+pub enum ControlSocketError {
     /// The name is not a valid VM name.
     #[error(
         "invalid VM name '{0}'; use 1 to {MAX_NAME} letters, digits, dots, dashes and underscores, \
@@ -61,9 +61,9 @@ pub enum SocketError {
     },
 }
 
-fn os(what: &'static str, path: &Path) -> impl FnOnce(io::Error) -> SocketError {
+fn os(what: &'static str, path: &Path) -> impl FnOnce(io::Error) -> ControlSocketError {
     let path = path.to_owned();
-    move |source| SocketError::Os { what, path, source }
+    move |source| ControlSocketError::Os { what, path, source }
 }
 
 /// Returns the end of an error message about the missing directory `parent`. The text explains how
@@ -139,8 +139,8 @@ impl SocketDir {
     /// listeners.
     ///
     /// # Errors
-    /// Returns [`SocketError::Os`] if the directory cannot be read.
-    pub fn listed(&self) -> Result<Vec<(String, PathBuf)>, SocketError> {
+    /// Returns [`ControlSocketError::Os`] if the directory cannot be read.
+    pub fn listed(&self) -> Result<Vec<(String, PathBuf)>, ControlSocketError> {
         let mut names = listed(&self.dir)?;
         names.sort();
         let path = |name: &str| socket_path(&self.dir, name);
@@ -153,8 +153,8 @@ impl SocketDir {
     /// Returns the name and socket path of each running VM in the directory, sorted.
     ///
     /// # Errors
-    /// Returns [`SocketError::Os`] if the directory cannot be read.
-    pub fn sockets(&self) -> Result<Vec<(String, PathBuf)>, SocketError> {
+    /// Returns [`ControlSocketError::Os`] if the directory cannot be read.
+    pub fn sockets(&self) -> Result<Vec<(String, PathBuf)>, ControlSocketError> {
         let names = names_in(&self.dir, self.owner == peer::own_uid())?;
         let path = |name: &str| socket_path(&self.dir, name);
         Ok(names
@@ -272,8 +272,8 @@ pub struct ObserverSocket {
 /// are not followed.
 ///
 /// # Errors
-/// Returns [`SocketError::Os`] if the directory cannot be read.
-pub fn observed_in(dir: &Path, most: usize) -> Result<Vec<ObserverSocket>, SocketError> {
+/// Returns [`ControlSocketError::Os`] if the directory cannot be read.
+pub fn observed_in(dir: &Path, most: usize) -> Result<Vec<ObserverSocket>, ControlSocketError> {
     let seen = |entry: fs::DirEntry| {
         let path = entry.path();
         let name = path.file_stem()?.to_str()?.to_owned();
@@ -343,22 +343,22 @@ pub fn vsock_path(dir: &Path, name: &str) -> PathBuf {
 /// Checks that a VM name is valid.
 ///
 /// # Errors
-/// Returns [`SocketError::Name`] if the name is invalid.
-pub fn check_name(name: &str) -> Result<(), SocketError> {
+/// Returns [`ControlSocketError::Name`] if the name is invalid.
+pub fn check_name(name: &str) -> Result<(), ControlSocketError> {
     let good = |b: u8| b.is_ascii_alphanumeric() || b"._-".contains(&b);
     if (1..=MAX_NAME).contains(&name.len()) && !name.starts_with(['.', '-']) && name.bytes().all(good) {
         Ok(())
     } else {
-        Err(SocketError::Name(name.to_owned()))
+        Err(ControlSocketError::Name(name.to_owned()))
     }
 }
 
 /// Creates the socket directory `dir` if it does not exist.
 ///
 /// # Errors
-/// Returns [`SocketError::NotPrivate`] if other users have access to the directory, or another
-/// [`SocketError`] if the directory cannot be created.
-pub fn make_directory(dir: &Path) -> Result<(), SocketError> {
+/// Returns [`ControlSocketError::NotPrivate`] if other users have access to the directory, or
+/// another [`ControlSocketError`] if the directory cannot be created.
+pub fn make_directory(dir: &Path) -> Result<(), ControlSocketError> {
     let (inside, created) = match PrivilegedDirectory::of(dir) {
         Ok((parent, name)) => {
             let inside = parent.path(&name);
@@ -374,7 +374,7 @@ pub fn make_directory(dir: &Path) -> Result<(), SocketError> {
         Err(e) if e.kind() == io::ErrorKind::AlreadyExists => {}
         Err(e) => {
             return Err(match dir.parent() {
-                Some(parent) if e.kind() == io::ErrorKind::NotFound => SocketError::NoParent {
+                Some(parent) if e.kind() == io::ErrorKind::NotFound => ControlSocketError::NoParent {
                     dir: dir.to_owned(),
                     parent: parent.to_owned(),
                 },
@@ -387,7 +387,7 @@ pub fn make_directory(dir: &Path) -> Result<(), SocketError> {
     let meta = fs::symlink_metadata(path).map_err(os("cannot look at", dir))?;
     let owner = peer::own_uid();
     if !is_private(&meta, owner) {
-        return Err(SocketError::NotPrivate {
+        return Err(ControlSocketError::NotPrivate {
             dir: dir.to_owned(),
             owner,
         });
@@ -407,9 +407,9 @@ impl ControlSocket {
     /// Listens on the socket of VM `name` in `dir`. Replaces the socket of a dead VM of that name.
     ///
     /// # Errors
-    /// Returns [`SocketError::Taken`] if a running VM has this name, or another [`SocketError`] if
-    /// the socket cannot be created.
-    pub fn bind(dir: &Path, name: &str) -> Result<Self, SocketError> {
+    /// Returns [`ControlSocketError::Taken`] if a running VM has this name, or another
+    /// [`ControlSocketError`] if the socket cannot be created.
+    pub fn bind(dir: &Path, name: &str) -> Result<Self, ControlSocketError> {
         check_name(name)?;
         make_directory(dir)?;
         let path = socket_path(dir, name);
@@ -445,8 +445,8 @@ impl ControlSocket {
     /// process, but no other file.
     ///
     /// # Errors
-    /// Returns [`SocketError::Os`] if the socket cannot be created.
-    pub fn bind_at(path: &Path, mode: u32) -> Result<Self, SocketError> {
+    /// Returns [`ControlSocketError::Os`] if the socket cannot be created.
+    pub fn bind_at(path: &Path, mode: u32) -> Result<Self, ControlSocketError> {
         let socket = Self {
             listener: paths::bind(path, Some(mode)).map_err(os("cannot listen at", path))?,
             path: path.to_owned(),
@@ -466,7 +466,7 @@ impl ControlSocket {
 
 /// Creates `to` as a hard link to the socket file `from`. Replaces the socket of a dead VM at `to`.
 /// Error messages contain the path `path` or the VM name `name`.
-fn link(from: &Path, to: &Path, path: &Path, name: &str) -> Result<(), SocketError> {
+fn link(from: &Path, to: &Path, path: &Path, name: &str) -> Result<(), ControlSocketError> {
     for _ in 0..2 {
         match fs::hard_link(from, to) {
             Ok(()) => return Ok(()),
@@ -477,7 +477,7 @@ fn link(from: &Path, to: &Path, path: &Path, name: &str) -> Result<(), SocketErr
             Err(_) => break,
         }
     }
-    Err(SocketError::Taken(name.to_owned()))
+    Err(ControlSocketError::Taken(name.to_owned()))
 }
 
 impl Drop for ControlSocket {
@@ -495,13 +495,13 @@ fn is_dead(path: &Path) -> bool {
 /// empty list if `dir` does not exist.
 ///
 /// # Errors
-/// Returns [`SocketError::Os`] if the directory cannot be read.
-pub fn names(dir: &Path) -> Result<Vec<String>, SocketError> {
+/// Returns [`ControlSocketError::Os`] if the directory cannot be read.
+pub fn names(dir: &Path) -> Result<Vec<String>, ControlSocketError> {
     names_in(dir, true)
 }
 
 /// Returns the names of the sockets in `dir`.
-fn listed(dir: &Path) -> Result<Vec<String>, SocketError> {
+fn listed(dir: &Path) -> Result<Vec<String>, ControlSocketError> {
     let entries = match fs::read_dir(dir) {
         Ok(entries) => entries,
         Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
@@ -517,7 +517,7 @@ fn listed(dir: &Path) -> Result<Vec<String>, SocketError> {
 
 /// Returns the names of the running VMs in `dir`, sorted. If `tidy` is set, removes the sockets of
 /// dead VMs.
-fn names_in(dir: &Path, tidy: bool) -> Result<Vec<String>, SocketError> {
+fn names_in(dir: &Path, tidy: bool) -> Result<Vec<String>, ControlSocketError> {
     let mut names = listed(dir)?;
     names.retain(|name| {
         let path = socket_path(dir, name);
@@ -639,7 +639,7 @@ mod tests {
         assert_eq!(none, place(""));
         assert!(matches!(
             make_directory(&none),
-            Err(SocketError::NotPrivate { .. })
+            Err(ControlSocketError::NotPrivate { .. })
         ));
     }
 
@@ -759,7 +759,7 @@ mod tests {
         assert_eq!(fs::metadata(&dir).unwrap().permissions().mode() & 0o777, 0o700);
         assert!(matches!(
             ControlSocket::bind(&dir, "a"),
-            Err(SocketError::Taken(_))
+            Err(ControlSocketError::Taken(_))
         ));
         assert_eq!(names(&dir).unwrap(), ["a"]);
         // Killing a VM closes its listener and leaves the file.
@@ -783,7 +783,7 @@ mod tests {
         fs::set_permissions(&dir, fs::Permissions::from_mode(0o755)).unwrap();
         assert!(matches!(
             ControlSocket::bind(&dir, "a"),
-            Err(SocketError::NotPrivate { .. })
+            Err(ControlSocketError::NotPrivate { .. })
         ));
     }
 }

@@ -8,7 +8,7 @@
 use std::path::PathBuf;
 
 use libfuzzer_sys::fuzz_target;
-use vmm::boot::{BootProtocol, BootRequest, KernelSource, load};
+use vmm::boot::{BootProtocol, GuestLoadParams, KernelSource, load};
 use vmm::memory::GuestRam;
 use vmm::numbers::VcpuCountRange;
 
@@ -29,7 +29,7 @@ fuzz_target!(|data: &[u8]| {
     if with_initrd {
         std::fs::write(&initrd, [0x69; 5000]).expect("a file in the temporary directory");
     }
-    let request = BootRequest {
+    let request = GuestLoadParams {
         kernel: &KernelSource::File(path.clone()),
         protocol: if how & 1 != 0 {
             BootProtocol::Pvh

@@ -12,7 +12,7 @@ use std::fs::OpenOptions;
 use std::io;
 use std::sync::Once;
 
-use guest_profile::disk::{DiskBytes, GuestDisk};
+use guest_profile::disk::{GuestDiskReader, GuestDisk};
 use libfuzzer_sys::fuzz_target;
 use virtio_devices::disk::config::{DiskConfig, DiskFormat};
 use virtio_devices::disk::view::UnlockedDiskView;
@@ -23,7 +23,7 @@ const FILES: [&str; 4] = ["/etc/hostname", "/usr/bin/prog", "/link", "/loop"];
 
 struct Looked(UnlockedDiskView);
 
-impl DiskBytes for Looked {
+impl GuestDiskReader for Looked {
     fn len(&self) -> u64 {
         self.0.bytes()
     }

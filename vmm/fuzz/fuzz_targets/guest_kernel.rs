@@ -10,7 +10,7 @@
 use guest_profile::GuestRegs;
 use guest_profile::locate::{KernelAnchorRegisters, read_kernel};
 use guest_profile::task::TaskLayout;
-use guest_profile::task::areas::KernelTables;
+use guest_profile::task::areas::KernelPageTables;
 use libfuzzer_sys::fuzz_target;
 
 const PAGE: usize = 4096;
@@ -69,7 +69,7 @@ fuzz_target!(|data: &[u8]| {
     };
     if let Ok(image) = read_kernel(ram.as_slice(), &regs, &anchors) {
         let _ = TaskLayout::new(&image, 0);
-        let _ = KernelTables::find(ram.as_slice(), &regs, &image, 0);
+        let _ = KernelPageTables::find(ram.as_slice(), &regs, &image, 0);
         let _ = (image.release(), image.build_id(), image.entry_text());
         let mut text = Vec::new();
         if let Some(symbols) = image.symbols() {

@@ -6,10 +6,10 @@
 //! with holes.
 #![no_main]
 
-use guest_profile::mappings::{MappingGeneration, MAX_PATH, MappingReporter, name_of};
-use guest_profile::task::areas::{KernelTables, GuestProcess};
+use guest_profile::mappings::{MappingGeneration, MAX_PATH, SampleMappingReporter, name_of};
+use guest_profile::task::areas::{KernelPageTables, GuestProcess};
 use guest_profile::task::{TaskLayout, TaskReader};
-use guest_profile::{WalkBudget, GuestRegs};
+use guest_profile::{GuestMemoryReadBudget, GuestRegs};
 use libfuzzer_sys::fuzz_target;
 use serde_json::json;
 
@@ -82,7 +82,7 @@ fuzz_target!(|data: &[u8]| {
         efer: 1 << 10 | 1 << 8,
         ..GuestRegs::default()
     };
-    let budget = || WalkBudget::new(READS, None);
+    let budget = || GuestMemoryReadBudget::new(READS, None);
 
     // Walk the guest's data structures as `record` does for a sample.
     let mut reader = TaskReader::new(&layout, ram, &regs).expect("four levels");
@@ -92,14 +92,14 @@ fuzz_target!(|data: &[u8]| {
         let _ = reader.vdso(task.mm, &mut samples);
         let mut told = [0; 1 << 16];
         let addresses = [address, address ^ 0x5000];
-        let bytes = MappingReporter::new().report(&mut reader, (task.pid, task.mm), &addresses, &MappingGeneration::default(), &mut told);
+        let bytes = SampleMappingReporter::new().report(&mut reader, (task.pid, task.mm), &addresses, &MappingGeneration::default(), &mut told);
         for mapping in guest_profile::mappings::read(&told[..bytes]) {
             assert!(mapping.path.len() <= MAX_PATH);
         }
     }
 
     // Walk the guest's data structures as the VM does for an operator's request.
-    let tables: KernelTables = serde_json::from_value(json!({"root": 0, "la57": false})).expect("tables");
+    let tables: KernelPageTables = serde_json::from_value(json!({"root": 0, "la57": false})).expect("tables");
     let mut asked = budget();
     let Some(process) = GuestProcess::find(&layout, ram, tables, address as u32, &mut asked) else {
         return;

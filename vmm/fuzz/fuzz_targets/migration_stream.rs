@@ -8,7 +8,7 @@
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;
-use snapshot::stream::{StreamMessage, MigrationMessageReader, read_preamble, send};
+use snapshot::stream::{MigrationStreamMessage, MigrationMessageReader, read_preamble, send};
 
 const MEMORY: u64 = 32 << 20;
 
@@ -40,14 +40,14 @@ fuzz_target!(|data: &[u8]| {
     reader.set_memory_bytes(MEMORY);
     while let Ok(message) = reader.receive() {
         match &message {
-            StreamMessage::Pages { offset, data } => assert!(offset + data.len() as u64 <= MEMORY),
-            StreamMessage::Zeros { offset, bytes } => assert!(offset + bytes <= MEMORY),
-            StreamMessage::Machine(state) | StreamMessage::State(state) => {
+            MigrationStreamMessage::Pages { offset, data } => assert!(offset + data.len() as u64 <= MEMORY),
+            MigrationStreamMessage::Zeros { offset, bytes } => assert!(offset + bytes <= MEMORY),
+            MigrationStreamMessage::Machine(state) | MigrationStreamMessage::State(state) => {
                 let _ = snapshot::decode(state);
             }
             // Decoding replaces invalid UTF-8, which may make the text longer than a message
             // permits.
-            StreamMessage::Failed(_) => continue,
+            MigrationStreamMessage::Failed(_) => continue,
             _ => {}
         }
         let mut again = Vec::new();

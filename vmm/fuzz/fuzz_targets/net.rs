@@ -11,7 +11,7 @@ use std::os::unix::net::UnixDatagram;
 use std::sync::Arc;
 
 use libfuzzer_sys::fuzz_target;
-use virtio_devices::net::frames::{FrameReceiver, FrameSender};
+use virtio_devices::net::frames::{NetFrameReceiver, NetFrameTransmitter};
 use virtio_devices::net::tap::Tap;
 use virtio_devices::rate_limiter::RateLimiter;
 use virtio_queue::{Queue, QueueT};
@@ -49,8 +49,8 @@ fuzz_target!(|data: &[u8]| {
         Arc::new(RateLimiter::new(limits).expect("a timer"))
     });
     let mut receiver =
-        FrameReceiver::new(queue(0x1000, event_idx), choices & 2 != 0).with_limiter(limiter.clone());
-    let mut sender = FrameSender::new(queue(0x2000, event_idx)).with_limiter(limiter);
+        NetFrameReceiver::new(queue(0x1000, event_idx), choices & 2 != 0).with_limiter(limiter.clone());
+    let mut sender = NetFrameTransmitter::new(queue(0x2000, event_idx)).with_limiter(limiter);
     let (mut receives, mut sends) = (true, true);
     let mut frame = vec![0; 70_000];
     for piece in data.chunks(0x2000) {

@@ -4,7 +4,7 @@
 
 use std::sync::Arc;
 
-use guest_profile::cfi::{CodeMap, MappedCode, REGISTERS, Unwinder, UserThreadState};
+use guest_profile::cfi::{ProcessModuleMap, MappedModule, REGISTERS, Unwinder, UserThreadState};
 use guest_profile::modules::LoadedModule;
 use libfuzzer_sys::fuzz_target;
 
@@ -34,7 +34,7 @@ fuzz_target!(|data: &[u8]| {
     };
     assert!(reads < 400 && bytes < 128 << 20);
     let module = Arc::new(module);
-    let code = CodeMap::new(vec![MappedCode {
+    let code = ProcessModuleMap::new(vec![MappedModule {
         start: BASE,
         end: BASE + (1 << 20),
         code: Some((module.bias(BASE), module)),

@@ -13,7 +13,7 @@ const MODE: u32 = 0o777;
 
 /// Type of an entry in a copied file tree.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum EntryType {
+pub enum FileTreeEntryType {
     /// A directory. Its entries follow.
     Directory,
     /// End of a directory.
@@ -30,7 +30,7 @@ pub struct FileTreeEntry {
     /// Path below the root of the tree, empty for the root itself.
     pub path: PathBuf,
     /// Type of the entry, with the target of a symbolic link.
-    pub what: EntryType,
+    pub what: FileTreeEntryType,
     /// Permission bits of the entry.
     pub mode: u32,
     /// Modification time of the entry, as seconds and nanoseconds since the Unix epoch.
@@ -61,10 +61,10 @@ impl FileTreeEntry {
     pub fn to_bytes(&self) -> Option<Vec<u8>> {
         let path = self.path.as_os_str().as_bytes();
         let (what, target) = match &self.what {
-            EntryType::Directory => (0, None),
-            EntryType::DirectoryEnd => (1, None),
-            EntryType::File => (2, None),
-            EntryType::Link(target) => (3, Some(target.as_os_str().as_bytes())),
+            FileTreeEntryType::Directory => (0, None),
+            FileTreeEntryType::DirectoryEnd => (1, None),
+            FileTreeEntryType::File => (2, None),
+            FileTreeEntryType::Link(target) => (3, Some(target.as_os_str().as_bytes())),
         };
         let target = target.unwrap_or_default();
         if path.len() > MAX_PATH || target.len() > MAX_PATH {
@@ -99,10 +99,12 @@ impl FileTreeEntry {
             return Err(bad());
         }
         let what = match (what, target.is_empty()) {
-            (0, true) => EntryType::Directory,
-            (1, true) => EntryType::DirectoryEnd,
-            (2, true) => EntryType::File,
-            (3, false) if !target.contains(&0) => EntryType::Link(OsString::from_vec(target.to_vec()).into()),
+            (0, true) => FileTreeEntryType::Directory,
+            (1, true) => FileTreeEntryType::DirectoryEnd,
+            (2, true) => FileTreeEntryType::File,
+            (3, false) if !target.contains(&0) => {
+                FileTreeEntryType::Link(OsString::from_vec(target.to_vec()).into())
+            }
             _ => return Err(bad()),
         };
         let path = PathBuf::from(OsString::from_vec(path.to_vec()));
@@ -131,7 +133,7 @@ mod tests {
 
     use super::*;
 
-    fn entry(path: &str, what: EntryType) -> FileTreeEntry {
+    fn entry(path: &str, what: FileTreeEntryType) -> FileTreeEntry {
         FileTreeEntry {
             path: path.into(),
             what,
@@ -143,23 +145,27 @@ mod tests {
     #[test]
     fn entry_round_trips() {
         for entry in [
-            entry("", EntryType::Directory),
-            entry("a/b", EntryType::File),
-            entry("a", EntryType::DirectoryEnd),
-            entry("l", EntryType::Link("../../anywhere".into())),
+            entry("", FileTreeEntryType::Directory),
+            entry("a/b", FileTreeEntryType::File),
+            entry("a", FileTreeEntryType::DirectoryEnd),
+            entry("l", FileTreeEntryType::Link("../../anywhere".into())),
         ] {
             assert_eq!(
                 FileTreeEntry::from_bytes(&entry.to_bytes().unwrap()).unwrap(),
                 entry
             );
         }
-        assert!(entry(&"x".repeat(5000), EntryType::File).to_bytes().is_none());
+        assert!(
+            entry(&"x".repeat(5000), FileTreeEntryType::File)
+                .to_bytes()
+                .is_none()
+        );
     }
 
     #[test]
     fn entry_outside_tree_is_rejected() {
         for path in ["/etc/passwd", "..", "a/../../b", "../x", "a/\0"] {
-            let bytes = entry(path, EntryType::File).to_bytes().unwrap();
+            let bytes = entry(path, FileTreeEntryType::File).to_bytes().unwrap();
             assert!(
                 matches!(
                     FileTreeEntry::from_bytes(&bytes),
@@ -172,7 +178,7 @@ mod tests {
 
     #[test]
     fn set_id_bits_are_not_copied() {
-        let mut bytes = entry("a", EntryType::File).to_bytes().unwrap();
+        let mut bytes = entry("a", FileTreeEntryType::File).to_bytes().unwrap();
         bytes[1..5].copy_from_slice(&0o104_755_u32.to_le_bytes());
         assert_eq!(FileTreeEntry::from_bytes(&bytes).unwrap().mode, 0o755);
     }

@@ -38,7 +38,7 @@ use ends::{HOST_TIMEOUT, close, line, refuse};
 use guest_agent::PORT;
 use guest_agent::receive::{FileTreeCopyProgress, FileTreeReceiver};
 use guest_agent::request::{AgentOperation, AgentRequest, VERSION};
-use guest_agent::send::{SendError, send_tree};
+use guest_agent::send::{FileTreeSendError, send_tree};
 use guest_agent::wire::{FrameKind, read_frame, write_frame};
 use vsock::{VMADDR_CID_ANY, VMADDR_CID_HOST, VsockListener};
 
@@ -193,7 +193,7 @@ fn get(stream: &UnixStream, path: &Path) {
         write_frame(&mut ours, kind, payload)
     });
     match sent {
-        Ok(()) | Err(SendError::Connection(_)) => {}
+        Ok(()) | Err(FileTreeSendError::Connection(_)) => {}
         Err(error) => refuse(stream, &line(&error)),
     }
 }

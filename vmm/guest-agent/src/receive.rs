@@ -20,12 +20,12 @@ use nix::fcntl::{OFlag, OpenHow, ResolveFlag, openat2};
 use nix::sys::stat::{Mode, mkdirat};
 use nix::unistd::{UnlinkatFlags, symlinkat, unlinkat};
 
-use crate::entry::{EntryType, FileTreeEntry, FileTreeEntryError};
+use crate::entry::{FileTreeEntry, FileTreeEntryError, FileTreeEntryType};
 use crate::wire::{Frame, FrameKind};
 
 /// Error returned when a file tree cannot be received.
 #[derive(Debug, thiserror::Error)]
-pub enum ReceiveError {
+pub enum FileTreeReceiveError {
     /// A file, directory or link cannot be created.
     #[error("{}", path.display())]
     Target {
@@ -88,10 +88,10 @@ impl FileTreeReceiver {
     /// created in this directory with the name `name`.
     ///
     /// # Errors
-    /// Returns [`ReceiveError::Target`] if the directory does not exist, and
-    /// [`ReceiveError::NoName`] if there is no file name.
-    pub fn new(path: &Path, name: Option<&str>) -> Result<Self, ReceiveError> {
-        let no_name = || ReceiveError::NoName(path.to_owned());
+    /// Returns [`FileTreeReceiveError::Target`] if the directory does not exist, and
+    /// [`FileTreeReceiveError::NoName`] if there is no file name.
+    pub fn new(path: &Path, name: Option<&str>) -> Result<Self, FileTreeReceiveError> {
+        let no_name = || FileTreeReceiveError::NoName(path.to_owned());
         let (directory, name) = if path.is_dir() {
             let name = name.filter(|name| !["", ".", ".."].contains(name) && !name.contains(['/', '\0']));
             (path.to_owned(), OsString::from(name.ok_or_else(no_name)?))
@@ -108,7 +108,7 @@ impl FileTreeReceiver {
                     Err(io::ErrorKind::NotADirectory.into())
                 }
             })
-            .map_err(|source| ReceiveError::Target {
+            .map_err(|source| FileTreeReceiveError::Target {
                 path: directory.clone(),
                 source,
             })?;
@@ -125,20 +125,22 @@ impl FileTreeReceiver {
     /// Processes a frame from the sender.
     ///
     /// # Errors
-    /// Returns a [`ReceiveError`] if the frame is invalid or an entry cannot be created. Entries
-    /// that were created before remain.
-    pub fn take(&mut self, frame: &Frame) -> Result<FileTreeCopyProgress, ReceiveError> {
+    /// Returns a [`FileTreeReceiveError`] if the frame is invalid or an entry cannot be created.
+    /// Entries that were created before remain.
+    pub fn take(&mut self, frame: &Frame) -> Result<FileTreeCopyProgress, FileTreeReceiveError> {
         match (frame.kind, &mut self.file) {
             (FrameKind::TreeEntry, None) => {
                 let entry = FileTreeEntry::from_bytes(&frame.payload)?;
                 // The root must be the first entry.
-                if self.begun == entry.path.as_os_str().is_empty() && entry.what != EntryType::DirectoryEnd {
-                    return Err(ReceiveError::Order);
+                if self.begun == entry.path.as_os_str().is_empty()
+                    && entry.what != FileTreeEntryType::DirectoryEnd
+                {
+                    return Err(FileTreeReceiveError::Order);
                 }
                 // The sender follows a link at the root. A link created here would redirect the
                 // next copy.
-                if !self.begun && matches!(entry.what, EntryType::Link(_)) {
-                    return Err(ReceiveError::Order);
+                if !self.begun && matches!(entry.what, FileTreeEntryType::Link(_)) {
+                    return Err(FileTreeReceiveError::Order);
                 }
                 self.begun = true;
                 self.make(entry)?;
@@ -155,14 +157,14 @@ impl FileTreeReceiver {
             }
             (FrameKind::Skipped, _) => return Ok(FileTreeCopyProgress::Skipped(frame.text())),
             (FrameKind::Done, None) if self.begun => return Ok(FileTreeCopyProgress::Done),
-            (FrameKind::Refused, _) => return Err(ReceiveError::Refused(frame.text())),
-            _ => return Err(ReceiveError::Order),
+            (FrameKind::Refused, _) => return Err(FileTreeReceiveError::Refused(frame.text())),
+            _ => return Err(FileTreeReceiveError::Order),
         }
         Ok(FileTreeCopyProgress::More)
     }
 
-    fn target(&self, path: &Path, source: io::Error) -> ReceiveError {
-        ReceiveError::Target {
+    fn target(&self, path: &Path, source: io::Error) -> FileTreeReceiveError {
+        FileTreeReceiveError::Target {
             path: self.directory.join(self.below(path)),
             source,
         }
@@ -178,24 +180,24 @@ impl FileTreeReceiver {
         }
     }
 
-    fn make(&mut self, entry: FileTreeEntry) -> Result<(), ReceiveError> {
+    fn make(&mut self, entry: FileTreeEntry) -> Result<(), FileTreeReceiveError> {
         let path = self.below(&entry.path);
         let made = match &entry.what {
-            EntryType::Directory => self
+            FileTreeEntryType::Directory => self
                 .make_directory(&path, entry.mode)
                 .map(|new| self.directories.push((path, new))),
-            EntryType::DirectoryEnd => {
+            FileTreeEntryType::DirectoryEnd => {
                 let last = self.directories.pop();
                 let Some((_, new)) = last.filter(|(last, _)| *last == path) else {
-                    return Err(ReceiveError::Order);
+                    return Err(FileTreeReceiveError::Order);
                 };
                 let directory = self.open(&path, OFlag::O_RDONLY | OFlag::O_DIRECTORY, 0);
                 directory.and_then(|file| Self::finish(&CreatedEntry { file, new }, &entry))
             }
-            EntryType::File => self
+            FileTreeEntryType::File => self
                 .make_file(&path, entry.mode)
                 .map(|made| self.file = Some((made, entry.clone()))),
-            EntryType::Link(target) => self.make_link(&path, target),
+            FileTreeEntryType::Link(target) => self.make_link(&path, target),
         };
         made.map_err(|source| self.target(&entry.path, source))
     }
@@ -298,7 +300,7 @@ mod tests {
         frames
     }
 
-    fn receive(frames: &[Frame], target: &Path, name: &str) -> Result<Vec<String>, ReceiveError> {
+    fn receive(frames: &[Frame], target: &Path, name: &str) -> Result<Vec<String>, FileTreeReceiveError> {
         let mut receiver = FileTreeReceiver::new(target, Some(name))?;
         let mut skipped = Vec::new();
         for frame in frames {
@@ -311,7 +313,7 @@ mod tests {
         panic!("it does not end")
     }
 
-    fn entry(path: &str, what: EntryType) -> Frame {
+    fn entry(path: &str, what: FileTreeEntryType) -> Frame {
         let entry = FileTreeEntry {
             path: path.into(),
             what,
@@ -382,14 +384,14 @@ mod tests {
             }
         };
         let sent = [
-            open("", EntryType::Directory),
-            open("old", EntryType::File),
+            open("", FileTreeEntryType::Directory),
+            open("old", FileTreeEntryType::File),
             frame(FrameKind::FileEnd),
-            open("new", EntryType::File),
+            open("new", FileTreeEntryType::File),
             frame(FrameKind::FileEnd),
-            open("d", EntryType::Directory),
-            open("d", EntryType::DirectoryEnd),
-            open("", EntryType::DirectoryEnd),
+            open("d", FileTreeEntryType::Directory),
+            open("d", FileTreeEntryType::DirectoryEnd),
+            open("", FileTreeEntryType::DirectoryEnd),
             frame(FrameKind::Done),
         ];
         let target = temp.path().join("t");
@@ -420,7 +422,7 @@ mod tests {
         for name in ["..", "", "a/b"] {
             assert!(matches!(
                 receive(&sent, temp.path(), name),
-                Err(ReceiveError::NoName(_))
+                Err(FileTreeReceiveError::NoName(_))
             ));
         }
         assert!(receive(&sent, &temp.path().join("not/there"), "x").is_err());
@@ -449,20 +451,24 @@ mod tests {
         fs::write(outside.join("secret"), "mine").unwrap();
         // Receive a link, followed by an entry below it.
         for last in [
-            entry("l/new", EntryType::File),
-            entry("l/d", EntryType::Directory),
-            entry("l/x", EntryType::Link("y".into())),
+            entry("l/new", FileTreeEntryType::File),
+            entry("l/d", FileTreeEntryType::Directory),
+            entry("l/x", FileTreeEntryType::Link("y".into())),
         ] {
-            let link = entry("l", EntryType::Link(outside.clone()));
-            let sent = [entry("", EntryType::Directory), link, last];
+            let link = entry("l", FileTreeEntryType::Link(outside.clone()));
+            let sent = [entry("", FileTreeEntryType::Directory), link, last];
             assert!(receive(&sent, &target, "t").is_err());
             assert_eq!(fs::read_dir(&outside).unwrap().count(), 1);
         }
         // Receive a link, followed by a file with the same path.
-        let link = entry("f", EntryType::Link(outside.join("secret")));
-        let sent = [entry("", EntryType::Directory), link, entry("f", EntryType::File)];
+        let link = entry("f", FileTreeEntryType::Link(outside.join("secret")));
+        let sent = [
+            entry("", FileTreeEntryType::Directory),
+            link,
+            entry("f", FileTreeEntryType::File),
+        ];
         let error = receive(&sent, &target, "t").unwrap_err();
-        assert!(matches!(error, ReceiveError::Target { .. }), "{error}");
+        assert!(matches!(error, FileTreeReceiveError::Target { .. }), "{error}");
         assert_eq!(fs::read(outside.join("secret")).unwrap(), b"mine");
     }
 
@@ -471,9 +477,9 @@ mod tests {
         let temp = tempfile::tempdir().unwrap();
         let (target, outside) = (temp.path().join("target"), temp.path().join("outside"));
         fs::create_dir(&outside).unwrap();
-        let sent = [entry("", EntryType::Link(outside))];
+        let sent = [entry("", FileTreeEntryType::Link(outside))];
         let error = receive(&sent, &target, "t").unwrap_err();
-        assert!(matches!(error, ReceiveError::Order), "{error}");
+        assert!(matches!(error, FileTreeReceiveError::Order), "{error}");
         assert!(target.symlink_metadata().is_err(), "there is nothing");
         fs::write(&target, "mine").unwrap();
         receive(&sent, &target, "t").unwrap_err();
@@ -484,19 +490,27 @@ mod tests {
     #[test]
     fn frames_in_wrong_order_are_rejected() {
         let temp = tempfile::tempdir().unwrap();
-        let root = || entry("", EntryType::Directory);
+        let root = || entry("", FileTreeEntryType::Directory);
         for sent in [
             vec![frame(FrameKind::Data)],
             vec![frame(FrameKind::Done)],
             vec![frame(FrameKind::Stdout)],
-            vec![entry("a", EntryType::File)],
+            vec![entry("a", FileTreeEntryType::File)],
             vec![root(), root()],
             vec![root(), frame(FrameKind::FileEnd)],
-            vec![root(), entry("a", EntryType::File), frame(FrameKind::Done)],
-            vec![root(), entry("a", EntryType::File), entry("b", EntryType::File)],
+            vec![
+                root(),
+                entry("a", FileTreeEntryType::File),
+                frame(FrameKind::Done),
+            ],
+            vec![
+                root(),
+                entry("a", FileTreeEntryType::File),
+                entry("b", FileTreeEntryType::File),
+            ],
         ] {
             assert!(
-                matches!(receive(&sent, temp.path(), "t"), Err(ReceiveError::Order)),
+                matches!(receive(&sent, temp.path(), "t"), Err(FileTreeReceiveError::Order)),
                 "{sent:?}"
             );
         }

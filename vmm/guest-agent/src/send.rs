@@ -5,7 +5,7 @@ use std::io::{self, Read};
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
-use crate::entry::{EntryType, FileTreeEntry};
+use crate::entry::{FileTreeEntry, FileTreeEntryType};
 use crate::wire::{FrameKind, MAX_PAYLOAD};
 
 /// Maximum depth of nested directories. Deeper directories are skipped.
@@ -13,7 +13,7 @@ const MAX_DEPTH: usize = 64;
 
 /// Error returned when a file tree cannot be sent.
 #[derive(Debug, thiserror::Error)]
-pub enum SendError {
+pub enum FileTreeSendError {
     /// The root of the tree cannot be read.
     #[error("{}", path.display())]
     Source {
@@ -40,9 +40,9 @@ pub type AgentFrameSink<'a> = &'a mut dyn FnMut(FrameKind, &[u8]) -> io::Result<
 /// are sent as links. Unreadable entries are skipped and reported.
 ///
 /// # Errors
-/// Returns a [`SendError`] if the root cannot be read or the connection fails.
-pub fn send_tree(root: &Path, out: AgentFrameSink<'_>) -> Result<(), SendError> {
-    let source = |source| SendError::Source {
+/// Returns a [`FileTreeSendError`] if the root cannot be read or the connection fails.
+pub fn send_tree(root: &Path, out: AgentFrameSink<'_>) -> Result<(), FileTreeSendError> {
+    let source = |source| FileTreeSendError::Source {
         path: root.to_owned(),
         source,
     };
@@ -52,39 +52,43 @@ pub fn send_tree(root: &Path, out: AgentFrameSink<'_>) -> Result<(), SendError> 
         directory(root, &meta, list, out)?;
     } else if meta.is_file() {
         let file = open(root, true).map_err(source)?;
-        let entry = entry(PathBuf::new(), EntryType::File, &file.metadata().map_err(source)?);
+        let entry = entry(
+            PathBuf::new(),
+            FileTreeEntryType::File,
+            &file.metadata().map_err(source)?,
+        );
         send_file(file, &entry, root, out)?;
     } else {
-        return Err(SendError::Special(root.to_owned()));
+        return Err(FileTreeSendError::Special(root.to_owned()));
     }
-    out(FrameKind::Done, &[]).map_err(SendError::Connection)
+    out(FrameKind::Done, &[]).map_err(FileTreeSendError::Connection)
 }
 
 /// Sends the contents of `input` as a file tree that consists of a single file.
 ///
 /// # Errors
-/// Returns [`SendError::Connection`] if the connection fails, or an error if `input` cannot be
-/// read.
+/// Returns [`FileTreeSendError::Connection`] if the connection fails, or an error if `input` cannot
+/// be read.
 pub fn send_stream(
     mut input: impl Read,
     mode: u32,
     modified: (u64, u32),
     out: AgentFrameSink<'_>,
-) -> Result<(), SendError> {
+) -> Result<(), FileTreeSendError> {
     let entry = FileTreeEntry {
         path: PathBuf::new(),
-        what: EntryType::File,
+        what: FileTreeEntryType::File,
         mode,
         modified,
     };
     send_entry(&entry, out)?;
-    copy(&mut input, out)?.map_err(|source| SendError::Source {
+    copy(&mut input, out)?.map_err(|source| FileTreeSendError::Source {
         path: "standard input".into(),
         source,
     })?;
     out(FrameKind::FileEnd, &[])
         .and_then(|()| out(FrameKind::Done, &[]))
-        .map_err(SendError::Connection)
+        .map_err(FileTreeSendError::Connection)
 }
 
 fn open(path: &Path, follow: bool) -> io::Result<File> {
@@ -101,7 +105,7 @@ fn open(path: &Path, follow: bool) -> io::Result<File> {
     }
 }
 
-fn entry(path: PathBuf, what: EntryType, meta: &Metadata) -> FileTreeEntry {
+fn entry(path: PathBuf, what: FileTreeEntryType, meta: &Metadata) -> FileTreeEntry {
     FileTreeEntry {
         path,
         what,
@@ -121,14 +125,19 @@ struct OpenDirectory {
 }
 
 /// Sends a directory with all its descendants. Uses a stack instead of recursion.
-fn directory(root: &Path, meta: &Metadata, list: ReadDir, out: AgentFrameSink<'_>) -> Result<(), SendError> {
-    let first = entry(PathBuf::new(), EntryType::Directory, meta);
+fn directory(
+    root: &Path,
+    meta: &Metadata,
+    list: ReadDir,
+    out: AgentFrameSink<'_>,
+) -> Result<(), FileTreeSendError> {
+    let first = entry(PathBuf::new(), FileTreeEntryType::Directory, meta);
     send_entry(&first, out)?;
     let mut open_ones = vec![OpenDirectory { entry: first, list }];
     while let Some(top) = open_ones.last_mut() {
         let Some(next) = top.list.next() else {
             let mut entry = top.entry.clone();
-            entry.what = EntryType::DirectoryEnd;
+            entry.what = FileTreeEntryType::DirectoryEnd;
             send_entry(&entry, out)?;
             open_ones.pop();
             continue;
@@ -153,7 +162,7 @@ fn child(
     path: PathBuf,
     depth: usize,
     out: AgentFrameSink<'_>,
-) -> Result<io::Result<Option<OpenDirectory>>, SendError> {
+) -> Result<io::Result<Option<OpenDirectory>>, FileTreeSendError> {
     let meta = match fs::symlink_metadata(here) {
         Ok(meta) => meta,
         Err(error) => return Ok(Err(error)),
@@ -167,7 +176,7 @@ fn child(
             Ok(list) => list,
             Err(error) => return Ok(Err(error)),
         };
-        let entry = entry(path, EntryType::Directory, &meta);
+        let entry = entry(path, FileTreeEntryType::Directory, &meta);
         send_entry(&entry, out)?;
         return Ok(Ok(Some(OpenDirectory { entry, list })));
     }
@@ -176,21 +185,23 @@ fn child(
             Ok(target) => target,
             Err(error) => return Ok(Err(error)),
         };
-        send_entry(&entry(path, EntryType::Link(target), &meta), out)?;
+        send_entry(&entry(path, FileTreeEntryType::Link(target), &meta), out)?;
         return Ok(Ok(None));
     }
     if !kind.is_file() {
         return Ok(Err(io::Error::other("neither a file, a directory nor a link")));
     }
     match open(here, false) {
-        Ok(file) => send_file(file, &entry(path, EntryType::File, &meta), here, out).map(|()| Ok(None)),
+        Ok(file) => {
+            send_file(file, &entry(path, FileTreeEntryType::File, &meta), here, out).map(|()| Ok(None))
+        }
         Err(error) => Ok(Err(error)),
     }
 }
 
-fn send_entry(entry: &FileTreeEntry, out: AgentFrameSink<'_>) -> Result<(), SendError> {
+fn send_entry(entry: &FileTreeEntry, out: AgentFrameSink<'_>) -> Result<(), FileTreeSendError> {
     match entry.to_bytes() {
-        Some(bytes) => out(FrameKind::TreeEntry, &bytes).map_err(SendError::Connection),
+        Some(bytes) => out(FrameKind::TreeEntry, &bytes).map_err(FileTreeSendError::Connection),
         None => skipped(&entry.path, &io::Error::other("its path is too long"), out),
     }
 }
@@ -200,29 +211,29 @@ fn send_file(
     entry: &FileTreeEntry,
     here: &Path,
     out: AgentFrameSink<'_>,
-) -> Result<(), SendError> {
+) -> Result<(), FileTreeSendError> {
     send_entry(entry, out)?;
     if let Err(error) = copy(&mut file, out)? {
         skipped(here, &error, out)?;
     }
-    out(FrameKind::FileEnd, &[]).map_err(SendError::Connection)
+    out(FrameKind::FileEnd, &[]).map_err(FileTreeSendError::Connection)
 }
 
 /// Sends the contents of `input` until end of file or the first read error.
-fn copy(input: &mut impl Read, out: AgentFrameSink<'_>) -> Result<io::Result<()>, SendError> {
+fn copy(input: &mut impl Read, out: AgentFrameSink<'_>) -> Result<io::Result<()>, FileTreeSendError> {
     let mut buffer = vec![0; MAX_PAYLOAD];
     loop {
         match input.read(&mut buffer) {
             Ok(0) => return Ok(Ok(())),
-            Ok(count) => out(FrameKind::Data, &buffer[..count]).map_err(SendError::Connection)?,
+            Ok(count) => out(FrameKind::Data, &buffer[..count]).map_err(FileTreeSendError::Connection)?,
             Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
             Err(error) => return Ok(Err(error)),
         }
     }
 }
 
-fn skipped(path: &Path, why: &io::Error, out: AgentFrameSink<'_>) -> Result<(), SendError> {
+fn skipped(path: &Path, why: &io::Error, out: AgentFrameSink<'_>) -> Result<(), FileTreeSendError> {
     let text = format!("{}: {why}", path.display());
     let bytes = text.as_bytes();
-    out(FrameKind::Skipped, &bytes[..bytes.len().min(MAX_PAYLOAD)]).map_err(SendError::Connection)
+    out(FrameKind::Skipped, &bytes[..bytes.len().min(MAX_PAYLOAD)]).map_err(FileTreeSendError::Connection)
 }

@@ -96,7 +96,7 @@ impl Frame {
 
 /// Error returned when a frame cannot be read.
 #[derive(Debug, thiserror::Error)]
-pub enum WireError {
+pub enum AgentFrameError {
     /// The connection failed or was closed within a frame.
     #[error("the connection was lost")]
     Io(#[from] io::Error),
@@ -127,8 +127,8 @@ pub fn write_frame(out: &mut impl Write, kind: FrameKind, payload: &[u8]) -> io:
 /// Reads a frame. Returns `None` if the connection was closed between frames.
 ///
 /// # Errors
-/// Returns a [`WireError`] if the connection fails or the frame is invalid.
-pub fn read_frame(input: &mut impl Read) -> Result<Option<Frame>, WireError> {
+/// Returns a [`AgentFrameError`] if the connection fails or the frame is invalid.
+pub fn read_frame(input: &mut impl Read) -> Result<Option<Frame>, AgentFrameError> {
     let mut header = [0; HEADER];
     loop {
         match input.read(&mut header[..1]) {
@@ -140,12 +140,12 @@ pub fn read_frame(input: &mut impl Read) -> Result<Option<Frame>, WireError> {
     }
     input.read_exact(&mut header[1..])?;
     let [number, a, b, c, d] = header;
-    let kind = FrameKind::from_byte(number).ok_or(WireError::FrameKind(number))?;
+    let kind = FrameKind::from_byte(number).ok_or(AgentFrameError::FrameKind(number))?;
     let length = u32::from_le_bytes([a, b, c, d]);
     let bytes = usize::try_from(length)
         .ok()
         .filter(|bytes| *bytes <= MAX_PAYLOAD)
-        .ok_or(WireError::TooLong(length))?;
+        .ok_or(AgentFrameError::TooLong(length))?;
     let mut payload = vec![0; bytes];
     input.read_exact(&mut payload)?;
     Ok(Some(Frame { kind, payload }))
@@ -174,14 +174,17 @@ mod tests {
     #[test]
     fn invalid_frame_allocates_nothing() {
         let refused = |bytes: &[u8]| read_frame(&mut &bytes[..]).unwrap_err();
-        assert!(matches!(refused(&[0, 0, 0, 0, 0]), WireError::FrameKind(0)));
-        assert!(matches!(refused(&[16, 0, 0, 0, 0]), WireError::FrameKind(16)));
+        assert!(matches!(refused(&[0, 0, 0, 0, 0]), AgentFrameError::FrameKind(0)));
+        assert!(matches!(
+            refused(&[16, 0, 0, 0, 0]),
+            AgentFrameError::FrameKind(16)
+        ));
         assert!(matches!(
             refused(&[12, 0xff, 0xff, 0xff, 0xff]),
-            WireError::TooLong(u32::MAX)
+            AgentFrameError::TooLong(u32::MAX)
         ));
-        assert!(matches!(refused(&[12, 5, 0, 0, 0, 1]), WireError::Io(_)));
-        assert!(matches!(refused(&[12, 5]), WireError::Io(_)));
+        assert!(matches!(refused(&[12, 5, 0, 0, 0, 1]), AgentFrameError::Io(_)));
+        assert!(matches!(refused(&[12, 5]), AgentFrameError::Io(_)));
     }
 
     #[test]

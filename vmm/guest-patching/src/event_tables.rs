@@ -101,7 +101,7 @@ enum EventTableKind {
 
 /// An event table that was found in a kernel image or in the memory of a running kernel.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct EventTable {
+pub struct KernelEventTable {
     vendor: Vendor,
     kind: EventTableKind,
     /// Link-time address of the table.
@@ -111,7 +111,7 @@ pub struct EventTable {
     entries: Vec<u64>,
 }
 
-impl EventTable {
+impl KernelEventTable {
     /// Returns the processor vendor of the table.
     pub fn vendor(&self) -> Vendor {
         self.vendor
@@ -157,7 +157,7 @@ pub struct HiddenTableEvents {
 }
 
 /// Finds the event tables in the segments of an image.
-pub fn find(segments: &[LoadSegment<'_>]) -> Vec<EventTable> {
+pub fn find(segments: &[LoadSegment<'_>]) -> Vec<KernelEventTable> {
     let mut tables = Vec::new();
     for segment in segments {
         // Each table begins with the encodings of cycles and instructions.
@@ -188,7 +188,7 @@ pub fn find_in_memory(
     start: u64,
     bytes: &[u8],
     mut physical: impl FnMut(u64) -> Option<u64>,
-) -> Vec<EventTable> {
+) -> Vec<KernelEventTable> {
     let mut tables = find(&[LoadSegment {
         index: 0,
         virt: start,
@@ -209,7 +209,7 @@ pub fn find_in_memory(
     tables
 }
 
-fn hardware_table(segment: &LoadSegment<'_>, at: usize, vendor: Vendor) -> Option<EventTable> {
+fn hardware_table(segment: &LoadSegment<'_>, at: usize, vendor: Vendor) -> Option<KernelEventTable> {
     let entries = entries(segment, at, HARDWARE_EVENTS)?;
     let known = match vendor {
         // The encodings of branches and branch misses have been the same since the K7.
@@ -222,7 +222,12 @@ fn hardware_table(segment: &LoadSegment<'_>, at: usize, vendor: Vendor) -> Optio
     (known && sound).then(|| table(segment, at, vendor, EventTableKind::Hardware, entries))
 }
 
-fn cache_table(segment: &LoadSegment<'_>, at: usize, vendor: Vendor, branches: u64) -> Option<EventTable> {
+fn cache_table(
+    segment: &LoadSegment<'_>,
+    at: usize,
+    vendor: Vendor,
+    branches: u64,
+) -> Option<KernelEventTable> {
     let entries = entries(segment, at, CACHE_EVENTS)?;
     let known =
         entries[BRANCHES_INDEX] == branches && INVALID_INDICES.iter().all(|at| entries[*at] == INVALID);
@@ -245,8 +250,8 @@ fn table(
     vendor: Vendor,
     kind: EventTableKind,
     entries: Vec<u64>,
-) -> EventTable {
-    EventTable {
+) -> KernelEventTable {
+    KernelEventTable {
         vendor,
         kind,
         virt: segment.virt.wrapping_add(at as u64),
@@ -262,7 +267,7 @@ fn table(
 /// kernel file, is left unchanged and reported in the log.
 pub fn hide(
     memory: &GuestMemoryMmap,
-    tables: &[EventTable],
+    tables: &[KernelEventTable],
     vendor: Vendor,
     mut can_count: impl FnMut(KernelTableEvent, u64) -> bool,
 ) -> Vec<HiddenTableEvents> {
@@ -297,7 +302,11 @@ pub fn hide(
 
 /// Returns whether `table` overlaps no other table and its contents in guest memory match the
 /// kernel file.
-fn is_unchanged_in_memory(memory: &GuestMemoryMmap, tables: &[EventTable], table: &EventTable) -> bool {
+fn is_unchanged_in_memory(
+    memory: &GuestMemoryMmap,
+    tables: &[KernelEventTable],
+    table: &KernelEventTable,
+) -> bool {
     let shared = tables
         .iter()
         .any(|other| !std::ptr::eq(other, table) && other.phys < table.end() && table.phys < other.end());

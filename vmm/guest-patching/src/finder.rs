@@ -37,7 +37,7 @@ pub const MAX_INSTRUCTION_BYTES: usize = 15;
 
 /// Address range of the kernel's executable text.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct TextRange {
+pub struct KernelTextRange {
     /// Link-time address of the first byte of the text.
     pub virt: u64,
     /// Guest-physical address of the first byte of the text.

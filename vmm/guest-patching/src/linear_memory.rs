@@ -1,11 +1,11 @@
 //! Access to guest memory by linear addresses, which are translated with the page tables of a vCPU.
 
 use guest_profile::paging::AddressSpace;
-use guest_profile::{GuestPhys, GuestRegs, WalkBudget};
+use guest_profile::{GuestMemoryReadBudget, GuestPhys, GuestRegs};
 use vm_memory::{Bytes, GuestAddress, GuestMemoryMmap};
-use vpmu::exact::{GateFormat, SteppedGuestMemory, gate_in_table};
+use vpmu::exact::{IdtGateFormat, SteppedGuestMemory, gate_in_table};
 
-use crate::registers::{DescriptorTable, VcpuState};
+use crate::registers::{DescriptorTableRegister, VcpuState};
 
 /// Maximum number of guest memory reads per check of the #GP handler. Sufficient for all 256 IDT
 /// gates and their first instructions, each with a five-level page walk.
@@ -28,7 +28,7 @@ pub struct AddressRegisters {
     pub cpl: u8,
     /// CS.L of the vCPU: `true` for a 64-bit code segment.
     pub code64: bool,
-    pub idt: DescriptorTable,
+    pub idt: DescriptorTableRegister,
 }
 
 impl From<&VcpuState> for AddressRegisters {
@@ -65,7 +65,7 @@ pub struct LinearMemory<'m> {
     memory: &'m GuestMemoryMmap,
     registers: AddressRegisters,
     space: AddressTranslation<'m>,
-    budget: WalkBudget,
+    budget: GuestMemoryReadBudget,
 }
 
 impl<'m> LinearMemory<'m> {
@@ -75,13 +75,13 @@ impl<'m> LinearMemory<'m> {
             memory,
             registers: registers.into(),
             space: AddressTranslation::Unknown,
-            budget: WalkBudget::new(MAX_READS, None),
+            budget: GuestMemoryReadBudget::new(MAX_READS, None),
         }
     }
 
     /// Returns the address translation and the remaining read budget. Determines the translation on
     /// first use.
-    fn space(&mut self) -> (&mut AddressTranslation<'m>, &mut WalkBudget) {
+    fn space(&mut self) -> (&mut AddressTranslation<'m>, &mut GuestMemoryReadBudget) {
         if matches!(self.space, AddressTranslation::Unknown) {
             let AddressRegisters {
                 cr0,
@@ -171,13 +171,13 @@ impl SteppedGuestMemory for LinearMemory<'_> {
     fn gate(&mut self, vector: u8) -> Option<u64> {
         let AddressRegisters { idt, efer, cr0, .. } = self.registers;
         let format = match (efer & EFER_LMA != 0, cr0 & CR0_PE != 0) {
-            (true, _) => GateFormat::Long,
-            (false, true) => GateFormat::Protected,
-            (false, false) => GateFormat::Real,
+            (true, _) => IdtGateFormat::Long,
+            (false, true) => IdtGateFormat::Protected,
+            (false, false) => IdtGateFormat::Real,
         };
         let target = gate_in_table(format, idt.base, idt.limit, vector, self)?;
         // Firmware may leave a real-mode vector table of zeros, which has no handlers.
-        (format != GateFormat::Real || target != 0).then_some(target)
+        (format != IdtGateFormat::Real || target != 0).then_some(target)
     }
 }
 

@@ -36,7 +36,7 @@ pub struct Segment {
 
 /// Linear address and size of a descriptor table (IDT, GDT or LDT).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct DescriptorTable {
+pub struct DescriptorTableRegister {
     /// Linear address of the first byte of the table.
     pub base: u64,
     /// Offset of the last byte of the table.
@@ -54,8 +54,8 @@ pub struct SystemRegisters {
     pub cs: Segment,
     pub ss: Segment,
     pub ldt: Segment,
-    pub gdt: DescriptorTable,
-    pub idt: DescriptorTable,
+    pub gdt: DescriptorTableRegister,
+    pub idt: DescriptorTableRegister,
 }
 
 /// Registers of a vCPU while it is stopped between two VM entries.

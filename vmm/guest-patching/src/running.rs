@@ -12,16 +12,16 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use perf_core::{error_line, guest_log};
-use snapshot::state::{SavedKernel, SavedRunningKernel, SavedText};
+use snapshot::state::{SavedGuestKernel, SavedRunningKernel, SavedText};
 use vm_memory::{Address, Bytes, GuestAddress, GuestMemoryBackend, GuestMemoryMmap, VolatileMemory};
 
 use crate::event_tables::HiddenTableEvents;
-use crate::finder::{InstructionBitness, RDPMC, RdpmcSite, TRAP, TextRange, find};
+use crate::finder::{InstructionBitness, KernelTextRange, RDPMC, RdpmcSite, TRAP, find};
 use crate::sites::RdpmcSites;
-use crate::uncounted::{self, UncountableEvents};
-use guest_profile::locate::{self, LocateError};
+use crate::uncounted::{self, UncountableEventSet};
+use guest_profile::locate::{self, KernelLocateError};
 use guest_profile::paging::AddressSpace;
-use guest_profile::{GuestRegs, WalkBudget};
+use guest_profile::{GuestMemoryReadBudget, GuestRegs};
 use kernel_images::elf::CodeBytes;
 use kernel_images::symbols::KernelSymbols;
 use kernel_images::{kallsyms, orc};
@@ -53,10 +53,10 @@ pub struct RunningKernelPatcher {
     memory: GuestMemoryMmap,
     sites: Arc<RdpmcSites>,
     /// Text ranges of the kernel that the VMM loaded.
-    loaded: Vec<TextRange>,
+    loaded: Vec<KernelTextRange>,
     /// `true` if an unpatched RDPMC raises #GP and is emulated at the #GP handler.
     emulated_anyway: bool,
-    uncounted: Arc<UncountableEvents>,
+    uncounted: Arc<UncountableEventSet>,
     /// Linear address in LSTAR at the last search, or 0 while the guest runs the kernel that the
     /// VMM loaded. `lstar_gpa` is the guest-physical address of this address.
     lstar: AtomicU64,
@@ -80,7 +80,7 @@ struct SearchProgress {
 #[derive(Debug, thiserror::Error)]
 enum PatchSearchError {
     #[error(transparent)]
-    Locate(#[from] LocateError),
+    Locate(#[from] KernelLocateError),
     #[error("no symbols mark the kernel's text")]
     NoText,
     #[error("the kernel's text has more than {MAX_PAIRS} candidate byte pairs")]
@@ -138,10 +138,10 @@ impl RunningKernelPatcher {
     pub fn new(
         memory: GuestMemoryMmap,
         sites: Arc<RdpmcSites>,
-        loaded: Vec<TextRange>,
+        loaded: Vec<KernelTextRange>,
         patched: &[RdpmcSite],
         emulated_anyway: bool,
-        uncounted: Arc<UncountableEvents>,
+        uncounted: Arc<UncountableEventSet>,
     ) -> Self {
         Self {
             memory,
@@ -158,7 +158,7 @@ impl RunningKernelPatcher {
 
     /// Saves the text of the loaded kernel, the location of a kernel that the guest has started
     /// itself, and the guest-physical address of a replaced RDPMC of the running kernel.
-    pub fn save(&self, saved: &mut SavedKernel) {
+    pub fn save(&self, saved: &mut SavedGuestKernel) {
         let text = self.loaded.iter().map(|text| SavedText {
             virt: text.virt,
             phys: text.phys,
@@ -175,7 +175,7 @@ impl RunningKernelPatcher {
 
     /// Restores the state saved by [`Self::save`]. The text of the loaded kernel must be the same
     /// as in the snapshot.
-    pub fn restore(&self, saved: &SavedKernel) {
+    pub fn restore(&self, saved: &SavedGuestKernel) {
         let SavedRunningKernel { lstar, lstar_gpa } = saved.restarted.unwrap_or_default();
         self.lstar_gpa.store(lstar_gpa, Ordering::Relaxed);
         self.lstar.store(lstar, Ordering::Release);
@@ -280,7 +280,7 @@ impl RunningKernelPatcher {
     }
 
     fn physical(&self, regs: &GuestRegs, linear: u64) -> Option<u64> {
-        let mut budget = WalkBudget::new(TRANSLATE_READS, None);
+        let mut budget = GuestMemoryReadBudget::new(TRANSLATE_READS, None);
         AddressSpace::of(&self.memory, regs)
             .ok()?
             .physical(linear, &mut budget)
@@ -311,7 +311,7 @@ impl RunningKernelPatcher {
         start: u64,
         bytes: Vec<u8>,
     ) -> Result<Vec<RdpmcSite>, PatchSearchError> {
-        let symbols = kallsyms::find(&bytes).map_err(LocateError::from)?;
+        let symbols = kallsyms::find(&bytes).map_err(KernelLocateError::from)?;
         let kernel = KernelCopy {
             start,
             bytes,
@@ -473,8 +473,8 @@ mod tests {
         }
     }
 
-    fn only_cycles() -> Arc<UncountableEvents> {
-        Arc::new(UncountableEvents::new(Vendor::Amd, Box::new(OnlyCycles), true))
+    fn only_cycles() -> Arc<UncountableEventSet> {
+        Arc::new(UncountableEventSet::new(Vendor::Amd, Box::new(OnlyCycles), true))
     }
 
     struct Guest {
@@ -489,7 +489,7 @@ mod tests {
         fn new() -> Self {
             let memory = GuestMemoryMmap::from_ranges(&[(GuestAddress(0), 8 << 20)]).unwrap();
             let sites = RdpmcSites::new(&[]);
-            let loaded = vec![TextRange {
+            let loaded = vec![KernelTextRange {
                 virt: START,
                 phys: FIRST,
                 len_bytes: TEXT_END - START,

@@ -7,7 +7,7 @@ use perf_core::guest_log;
 use vm_memory::GuestMemoryMmap;
 use vpmu::Vendor;
 
-use crate::event_tables::{self, EventTable, HiddenTableEvents, KernelTableEvent};
+use crate::event_tables::{self, HiddenTableEvents, KernelEventTable, KernelTableEvent};
 use crate::topdown_events::{self, TopdownList};
 
 /// Determines which events in a guest kernel's tables can be counted on this host for this guest.
@@ -25,13 +25,13 @@ pub trait KernelEventSupport: Debug + Send + Sync {
 
 /// Removes events from guest kernel tables that cannot be counted on this host.
 #[derive(Debug)]
-pub struct UncountableEvents {
+pub struct UncountableEventSet {
     vendor: Vendor,
     countable: Box<dyn KernelEventSupport>,
     hides: bool,
 }
 
-impl UncountableEvents {
+impl UncountableEventSet {
     /// Creates the filter for guests with a PMU of `vendor`. If `hides` is `false`, the tables are
     /// not modified.
     pub fn new(vendor: Vendor, countable: Box<dyn KernelEventSupport>, hides: bool) -> Self {
@@ -43,7 +43,7 @@ impl UncountableEvents {
     }
 
     /// Removes uncountable events from `tables`, if hiding is enabled.
-    pub fn hide(&self, memory: &GuestMemoryMmap, tables: &[EventTable]) -> Vec<HiddenTableEvents> {
+    pub fn hide(&self, memory: &GuestMemoryMmap, tables: &[KernelEventTable]) -> Vec<HiddenTableEvents> {
         if !self.hides {
             return Vec::new();
         }

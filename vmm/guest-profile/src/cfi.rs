@@ -48,7 +48,7 @@ type Slice<'t> = EndianSlice<'t, LittleEndian>;
 
 /// An executable mapping of a process.
 #[derive(Debug, Clone)]
-pub struct MappedCode {
+pub struct MappedModule {
     /// First address of the executable mapping.
     pub start: u64,
     /// First address after the executable mapping.
@@ -60,17 +60,17 @@ pub struct MappedCode {
 
 /// The executable mappings of one process, sorted by address.
 #[derive(Debug, Clone, Default)]
-pub struct CodeMap(Vec<MappedCode>);
+pub struct ProcessModuleMap(Vec<MappedModule>);
 
-impl CodeMap {
+impl ProcessModuleMap {
     /// Creates a map from mappings in any order.
-    pub fn new(mut mappings: Vec<MappedCode>) -> Self {
+    pub fn new(mut mappings: Vec<MappedModule>) -> Self {
         mappings.sort_by_key(|mapped| mapped.start);
         Self(mappings)
     }
 
     /// Returns the mapping that contains `address`.
-    pub fn find(&self, address: u64) -> Option<&MappedCode> {
+    pub fn find(&self, address: u64) -> Option<&MappedModule> {
         let after = self.0.partition_point(|mapped| mapped.start <= address);
         self.0[..after].last().filter(|mapped| address < mapped.end)
     }
@@ -151,7 +151,7 @@ impl Unwinder {
     /// first.
     pub fn unwind(
         &mut self,
-        code: &CodeMap,
+        code: &ProcessModuleMap,
         state: &UserThreadState<'_>,
         max_frames: usize,
         out: &mut Vec<u64>,
@@ -185,7 +185,7 @@ impl Unwinder {
     /// Returns the frame of the caller of `frame`, or `None` if `frame` is the outermost one.
     fn caller_of(
         &mut self,
-        code: &CodeMap,
+        code: &ProcessModuleMap,
         state: &UserThreadState<'_>,
         frame: &FrameRegs,
         guessed: &mut bool,

@@ -55,7 +55,7 @@ const SECTOR: u64 = SECTOR_BYTES as u64;
 const SECTOR_BYTES: usize = 512;
 
 /// Read access to the bytes of a guest's disk.
-pub trait DiskBytes {
+pub trait GuestDiskReader {
     /// Returns the size of the disk, in bytes.
     fn len(&self) -> u64;
 
@@ -129,11 +129,11 @@ impl GuestDisk {
     ///
     /// # Errors
     /// Returns a [`DiskError`] if the disk has no readable file system or the reader thread fails.
-    pub fn open(bytes: Box<dyn DiskBytes + Send>) -> Result<Self, DiskError> {
+    pub fn open(bytes: Box<dyn GuestDiskReader + Send>) -> Result<Self, DiskError> {
         let (ask, asked) = sync_channel::<DiskRequest>(1);
         let (answer, answers) = sync_channel(1);
         let serve = move || {
-            let bytes: Rc<dyn DiskBytes> = Rc::from(bytes as Box<dyn DiskBytes>);
+            let bytes: Rc<dyn GuestDiskReader> = Rc::from(bytes as Box<dyn GuestDiskReader>);
             let mut open = FileSystems::open(&bytes);
             let opened = open.as_ref().map(|_| Vec::new()).map_err(|e| match e {
                 DiskError::NoFileSystem(why) => DiskError::NoFileSystem(why.clone()),
@@ -261,7 +261,7 @@ impl ReadBudget {
 
 /// A contiguous range of a disk, such as a partition.
 struct DiskRange {
-    disk: Rc<dyn DiskBytes>,
+    disk: Rc<dyn GuestDiskReader>,
     start: u64,
     len: u64,
     budget: ReadBudget,
@@ -289,12 +289,12 @@ struct FileSystems {
 }
 
 impl FileSystems {
-    fn open(disk: &Rc<dyn DiskBytes>) -> Result<Self, DiskError> {
+    fn open(disk: &Rc<dyn GuestDiskReader>) -> Result<Self, DiskError> {
         let budget = ReadBudget::default();
         let mut why = None;
         let mut systems = Vec::new();
         for (start, len) in partitions(&**disk) {
-            let part = |disk: &Rc<dyn DiskBytes>| DiskRange {
+            let part = |disk: &Rc<dyn GuestDiskReader>| DiskRange {
                 disk: disk.clone(),
                 start,
                 len,
@@ -439,7 +439,7 @@ enum ImpossibleSize {
 }
 
 /// Returns whether an ext2, ext3 or ext4 file system with plausible table sizes starts at `start`.
-fn is_ext4(disk: &dyn DiskBytes, start: u64, len: u64) -> Result<bool, ImpossibleSize> {
+fn is_ext4(disk: &dyn GuestDiskReader, start: u64, len: u64) -> Result<bool, ImpossibleSize> {
     // Offset and magic number of the superblock (the kernel's Documentation/filesystems/ext4).
     const AT: u64 = 1024;
     const MAGIC: u16 = 0xef53;
@@ -468,7 +468,7 @@ fn is_ext4(disk: &dyn DiskBytes, start: u64, len: u64) -> Result<bool, Impossibl
 /// Returns the offset and the length of each range of the disk that may contain a file system: the
 /// whole disk, and the partitions of a GUID partition table (UEFI 2.10, 5.3) or the primary
 /// partitions of an MBR (5.2).
-fn partitions(disk: &dyn DiskBytes) -> Vec<(u64, u64)> {
+fn partitions(disk: &dyn GuestDiskReader) -> Vec<(u64, u64)> {
     let mut found = vec![(0, disk.len())];
     let mut add = |first: u64, sectors: u64| {
         let (Some(start), Some(len)) = (first.checked_mul(SECTOR), sectors.checked_mul(SECTOR)) else {

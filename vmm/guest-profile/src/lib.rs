@@ -31,9 +31,9 @@
 //! Start with [`unwind::walk`] for call chains and with [`export::Profile`] for the output formats.
 //!
 //! **A guest is hostile.** It controls its page tables, stacks and kernel data. Every walk is
-//! therefore bounded in memory reads and in time ([`WalkBudget`]), every address is checked before
-//! use, and walks made per sample do not allocate. A `perf.data` file is also hostile. Fuzz
-//! targets: `guest_stack`, `user_stack`, `perf_data`.
+//! therefore bounded in memory reads and in time ([`GuestMemoryReadBudget`]), every address is
+//! checked before use, and walks made per sample do not allocate. A `perf.data` file is also
+//! hostile. Fuzz targets: `guest_stack`, `user_stack`, `perf_data`.
 //!
 //! **Dependencies.** `kernel-images` for the kernel's tables, `perf-core` for the host's samples.
 //! This crate does not depend on KVM, sockets or the command line.
@@ -73,4 +73,4 @@ pub mod task;
 pub(crate) mod testing;
 pub mod unwind;
 
-pub use memory::{GuestPhys, GuestRegs, MappedGuestPage, WalkBudget};
+pub use memory::{GuestMemoryReadBudget, GuestPhys, GuestRegs, MappedGuestPage};

@@ -8,7 +8,7 @@
 //! guest memory with that of the image.
 
 use super::paging::{AddressSpace, TranslationFault, UnsupportedPaging};
-use super::{GuestPhys, GuestRegs, WalkBudget};
+use super::{GuestMemoryReadBudget, GuestPhys, GuestRegs};
 use kernel_images::image::KernelImage;
 use kernel_images::kallsyms::KallsymsError;
 use serde::{Deserialize, Serialize};
@@ -36,7 +36,7 @@ pub struct KernelLocation {
 
 /// Error returned when the running kernel cannot be located.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
-pub enum LocateError {
+pub enum KernelLocateError {
     /// The paging mode of the vCPU is unsupported.
     #[error("cannot read the guest's page tables")]
     Mode(#[from] UnsupportedPaging),
@@ -79,10 +79,10 @@ pub fn place<M: GuestPhys + ?Sized>(
     regs: &GuestRegs,
     image: &KernelImage,
     anchors: &KernelAnchorRegisters,
-) -> Result<KernelLocation, LocateError> {
+) -> Result<KernelLocation, KernelLocateError> {
     let mut space = AddressSpace::of(mem, regs)?;
-    let mut budget = WalkBudget::new(PLACE_READS, None);
-    let symbols = image.symbols().ok_or(LocateError::NoSymbols)?;
+    let mut budget = GuestMemoryReadBudget::new(PLACE_READS, None);
+    let symbols = image.symbols().ok_or(KernelLocateError::NoSymbols)?;
     let divide_error = idt_gate(&mut space, anchors.idt_base, &mut budget).unwrap_or(0);
     let known = [
         (anchors.lstar, &["entry_SYSCALL_64"][..]),
@@ -98,9 +98,9 @@ pub fn place<M: GuestPhys + ?Sized>(
         slides
             .find(|&s| plausible(s))
             .ok_or(if anchors.lstar < KERNEL_MAP && divide_error < KERNEL_MAP {
-                LocateError::NoAnchor
+                KernelLocateError::NoAnchor
             } else {
-                LocateError::OtherKernel
+                KernelLocateError::OtherKernel
             })?;
     let (Some(banner), Some(at)) = (image.banner(), symbols.by_name("linux_banner")) else {
         return Ok(KernelLocation {
@@ -121,7 +121,7 @@ pub fn place<M: GuestPhys + ?Sized>(
             slide,
             verified: true,
         }),
-        Ok(()) => Err(LocateError::OtherKernel),
+        Ok(()) => Err(KernelLocateError::OtherKernel),
         Err(_) => Ok(KernelLocation {
             slide,
             verified: false,
@@ -134,7 +134,7 @@ pub fn place<M: GuestPhys + ?Sized>(
 fn idt_gate<M: GuestPhys + ?Sized>(
     space: &mut AddressSpace<'_, M>,
     idt_base: u64,
-    budget: &mut WalkBudget,
+    budget: &mut GuestMemoryReadBudget,
 ) -> Option<u64> {
     let mut gate = [0; 16];
     space.read(idt_base, &mut gate, budget).ok()?;
@@ -150,11 +150,11 @@ pub fn read_kernel<M: GuestPhys + ?Sized>(
     mem: &M,
     regs: &GuestRegs,
     anchors: &KernelAnchorRegisters,
-) -> Result<KernelImage, LocateError> {
+) -> Result<KernelImage, KernelLocateError> {
     let first = AddressSpace::of(mem, regs)?;
-    let mut result = Err(LocateError::NoAnchor);
+    let mut result = Err(KernelLocateError::NoAnchor);
     for mut space in [first.kernel_sibling(), first] {
-        let mut budget = WalkBudget::new(u32::MAX, None);
+        let mut budget = GuestMemoryReadBudget::new(u32::MAX, None);
         let gate = idt_gate(&mut space, anchors.idt_base, &mut budget).unwrap_or(0);
         for anchor in [anchors.lstar, gate] {
             if anchor < KERNEL_MAP {
@@ -174,12 +174,12 @@ pub fn read_kernel<M: GuestPhys + ?Sized>(
 /// the start address and the bytes. Unmapped holes read as zeros.
 ///
 /// # Errors
-/// Returns [`LocateError::Mode`] if the paging mode of the vCPU is unsupported.
+/// Returns [`KernelLocateError::Mode`] if the paging mode of the vCPU is unsupported.
 pub fn memory_around<M: GuestPhys + ?Sized>(
     mem: &M,
     regs: &GuestRegs,
     anchor: u64,
-) -> Result<(u64, Vec<u8>), LocateError> {
+) -> Result<(u64, Vec<u8>), KernelLocateError> {
     let mut space = AddressSpace::of(mem, regs)?;
     Ok(mapped_around(&mut space, anchor))
 }
@@ -188,7 +188,7 @@ pub fn memory_around<M: GuestPhys + ?Sized>(
 /// the start address and the bytes. Holes shorter than [`MAX_GAP`] bytes read as zeros.
 fn mapped_around<M: GuestPhys + ?Sized>(space: &mut AddressSpace<'_, M>, anchor: u64) -> (u64, Vec<u8>) {
     const CHUNK: u64 = 4096;
-    let mut budget = WalkBudget::new(u32::MAX, None);
+    let mut budget = GuestMemoryReadBudget::new(u32::MAX, None);
     let mut start = anchor & !(SLIDE_ALIGN - 1);
     while start > KERNEL_MAP
         && anchor - start < MAX_KERNEL

@@ -16,7 +16,7 @@ use zerocopy::little_endian::{U16, U64};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 
 use crate::task::{ProcessMapping, TaskReader};
-use crate::{GuestPhys, WalkBudget};
+use crate::{GuestMemoryReadBudget, GuestPhys};
 use kernel_images::build_id::{self, BuildId};
 
 /// Maximum number of recently reported mappings that are remembered per vCPU.
@@ -68,7 +68,7 @@ impl MappingGeneration {
 
 /// A mapping reported with a sample.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct ReportedMapping<'a> {
+pub struct SampledProcessMapping<'a> {
     /// Start address of the mapping.
     pub start: u64,
     /// Length of the mapping, in bytes.
@@ -94,13 +94,13 @@ struct ReportedRange {
 
 /// Reports mappings for one vCPU, and remembers those that it has reported recently.
 #[derive(Debug, Default)]
-pub struct MappingReporter {
+pub struct SampleMappingReporter {
     told: Vec<ReportedRange>,
     next: usize,
     generation: u64,
 }
 
-impl MappingReporter {
+impl SampleMappingReporter {
     /// Creates a reporter that has reported no mappings, and allocates all memory that it will
     /// need.
     pub fn new() -> Self {
@@ -128,7 +128,7 @@ impl MappingReporter {
             self.told.clear();
         }
         let now = Instant::now();
-        let mut budget = WalkBudget::new(READS, Some(TIME));
+        let mut budget = GuestMemoryReadBudget::new(READS, Some(TIME));
         let (mut at, mut count) = (0, 0);
         let mut ids = [None; PER_SAMPLE];
         for &address in addresses {
@@ -212,7 +212,7 @@ pub fn name_of<'b, M: GuestPhys + ?Sized>(
     mm: u64,
     mapping: &ProcessMapping,
     buf: &'b mut [u8],
-    budget: &mut WalkBudget,
+    budget: &mut GuestMemoryReadBudget,
 ) -> Option<&'b str> {
     match mapping.file {
         0 if reader.vdso(mm, budget) == Some(mapping.start) => Some(VDSO),
@@ -242,8 +242,8 @@ fn put(out: &mut [u8], mapping: &ProcessMapping, path: &[u8]) -> usize {
     len
 }
 
-/// Iterates over the entries written by [`MappingReporter::report`]: each header with its path or
-/// build ID.
+/// Iterates over the entries written by [`SampleMappingReporter::report`]: each header with its
+/// path or build ID.
 fn entries(mut bytes: &[u8]) -> impl Iterator<Item = (MappingHeader, &[u8])> {
     std::iter::from_fn(move || {
         let (head, rest) = MappingHeader::ref_from_prefix(bytes).ok()?;
@@ -254,13 +254,14 @@ fn entries(mut bytes: &[u8]) -> impl Iterator<Item = (MappingHeader, &[u8])> {
     })
 }
 
-/// Parses the mappings written by [`MappingReporter::report`]. Stops at the first malformed entry.
-pub fn read(bytes: &[u8]) -> impl Iterator<Item = ReportedMapping<'_>> {
+/// Parses the mappings written by [`SampleMappingReporter::report`]. Stops at the first malformed
+/// entry.
+pub fn read(bytes: &[u8]) -> impl Iterator<Item = SampledProcessMapping<'_>> {
     entries(bytes).map_while(|(head, path)| {
         let len = head.len.get();
         let path = std::str::from_utf8(path).ok().filter(|_| len > 0)?;
         let (start, file_offset) = (head.start.get(), head.file_offset.get());
-        Some(ReportedMapping {
+        Some(SampledProcessMapping {
             start,
             len,
             file_offset,
@@ -270,7 +271,7 @@ pub fn read(bytes: &[u8]) -> impl Iterator<Item = ReportedMapping<'_>> {
 }
 
 /// Returns the build ID of the file whose mapping starts at `start`, if `bytes` contain it. `bytes`
-/// were written by [`MappingReporter::report`].
+/// were written by [`SampleMappingReporter::report`].
 pub fn build_id(bytes: &[u8], start: u64) -> Option<BuildId> {
     entries(bytes)
         .skip_while(|(head, _)| head.len.get() > 0)
@@ -306,7 +307,7 @@ mod tests {
         assert_eq!(told.len(), 2);
         assert_eq!(
             told[0],
-            ReportedMapping {
+            SampledProcessMapping {
                 start: 0x40_0000,
                 len: 0x5000,
                 file_offset: 0x2000,
@@ -322,7 +323,7 @@ mod tests {
 
     #[test]
     fn mapping_is_reported_again_after_timeout() {
-        let mut once = MappingReporter::new();
+        let mut once = SampleMappingReporter::new();
         let now = Instant::now();
         once.remember((7, 1), 0x1000, 0x2000, now);
         assert!(once.was_reported((7, 1), 0x1fff, now));

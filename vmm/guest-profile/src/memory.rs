@@ -203,7 +203,7 @@ impl GuestRegs {
 /// for the whole interruption. A guest that makes reads slow (for example by pages that the host
 /// must fault in) exhausts the budget after four slow intervals.
 #[derive(Debug, Clone)]
-pub struct WalkBudget {
+pub struct GuestMemoryReadBudget {
     reads_left: u32,
     reads_used: u32,
     time: Option<TimeLeft>,
@@ -229,7 +229,7 @@ impl TimeLeft {
     }
 }
 
-impl WalkBudget {
+impl GuestMemoryReadBudget {
     /// Number of memory reads between two clock reads.
     const CLOCK_EVERY: u32 = 16;
 
@@ -337,7 +337,7 @@ mod tests {
 
     #[test]
     fn zero_time_budget_allows_no_read() {
-        assert!(!WalkBudget::new(10, Some(Duration::ZERO)).take());
-        assert!(WalkBudget::new(10, None).take());
+        assert!(!GuestMemoryReadBudget::new(10, Some(Duration::ZERO)).take());
+        assert!(GuestMemoryReadBudget::new(10, None).take());
     }
 }

@@ -14,16 +14,16 @@
 //! - A light sample has no task. It is assigned the task of the full sample of the same vCPU that
 //!   is nearest in time. A light sample at a user address is never assigned to a kernel thread, but
 //!   to the user task whose full sample is nearest.
-//! - If the light samples do not show the guest ([`SampleOrigin::HostKernel`]), the VM is requested
-//!   to make every sample a full one. Only full samples are used until the guest is visible in
-//!   light samples again. The same applies if KVM's own work is so large that a few full samples
-//!   would represent most of the count.
+//! - If the light samples do not show the guest ([`SampledCpuMode::HostKernel`]), the VM is
+//!   requested to make every sample a full one. Only full samples are used until the guest is
+//!   visible in light samples again. The same applies if KVM's own work is so large that a few full
+//!   samples would represent most of the count.
 //! - Unless the user sets the ratio of full samples, the ratio decreases if full samples stop the
 //!   vCPU for too long.
 
 use std::collections::VecDeque;
 
-use perf_core::pmu::host::{GuestSample, SampleOrigin};
+use perf_core::pmu::host::{GuestSample, SampledCpuMode};
 
 /// Minimum number of light samples between two decisions about the mode: light mode (mostly light
 /// samples) or full mode (full samples only).
@@ -91,7 +91,7 @@ pub struct SampledGuestTask {
 
 /// Number of samples in a merged profile by origin, as reported to the user.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct SampleTotals {
+pub struct MergedSampleCounts {
     /// Number of light samples (taken by the host's kernel) in the profile.
     pub light: u64,
     /// Number of full samples (taken by the VM, with a call chain) in the profile.
@@ -174,7 +174,7 @@ pub struct SampleMerger {
     /// kernel.
     limit: f64,
     share: f64,
-    totals: SampleTotals,
+    totals: MergedSampleCounts,
 }
 
 impl SampleMerger {
@@ -190,7 +190,7 @@ impl SampleMerger {
     }
 
     /// Returns the numbers of samples merged so far.
-    pub fn totals(&self) -> SampleTotals {
+    pub fn totals(&self) -> MergedSampleCounts {
         self.totals
     }
 
@@ -213,7 +213,7 @@ impl SampleMerger {
         let time_ns = sample.time_ns.saturating_sub(self.terms.clock_offset_ns);
         let period = self.terms.period.unwrap_or(sample.period);
         match sample.side {
-            SampleOrigin::GuestUser | SampleOrigin::GuestKernel => {
+            SampledCpuMode::GuestUser | SampledCpuMode::GuestKernel => {
                 self.guest += 1;
                 self.ever_seen = true;
                 if self.mode_at(time_ns) == MergeMode::Light && self.pending.len() < MAX_PENDING {
@@ -224,12 +224,12 @@ impl SampleMerger {
                     self.pending.push_back(LightSample {
                         time_ns,
                         ip: sample.ip,
-                        user: sample.side == SampleOrigin::GuestUser,
+                        user: sample.side == SampledCpuMode::GuestUser,
                         period,
                     });
                 }
             }
-            SampleOrigin::HostKernel => {
+            SampledCpuMode::HostKernel => {
                 self.host += 1;
                 if self.mode_at(time_ns) == MergeMode::Light {
                     if self.terms.interpreted {
@@ -238,7 +238,7 @@ impl SampleMerger {
                     self.totals.host += 1;
                 }
             }
-            SampleOrigin::HostUser => {
+            SampledCpuMode::HostUser => {
                 self.totals.host += u64::from(self.mode_at(time_ns) == MergeMode::Light)
             }
         }
@@ -500,7 +500,7 @@ mod tests {
         })
     }
 
-    fn sample(time_ns: u64, side: SampleOrigin) -> GuestSample {
+    fn sample(time_ns: u64, side: SampledCpuMode) -> GuestSample {
         GuestSample {
             time_ns,
             side,
@@ -511,11 +511,11 @@ mod tests {
 
     /// Returns the origin of a light sample for tests: the host's kernel if `host` is `true`,
     /// otherwise the guest.
-    fn origin(host: bool) -> SampleOrigin {
+    fn origin(host: bool) -> SampledCpuMode {
         if host {
-            SampleOrigin::HostKernel
+            SampledCpuMode::HostKernel
         } else {
-            SampleOrigin::GuestUser
+            SampledCpuMode::GuestUser
         }
     }
 
@@ -541,7 +541,7 @@ mod tests {
     fn light_sample_gets_nearest_task() {
         let mut m = merge(false);
         for t in [10, 40, 60, 90, 130] {
-            m.light(sample(t, SampleOrigin::GuestUser));
+            m.light(sample(t, SampledCpuMode::GuestUser));
         }
         // Each full sample replaces one light sample and represents the remaining events before it.
         assert_eq!(m.full(whose(39, 1), 3, 20 * PERIOD), 19 * PERIOD);
@@ -550,7 +550,7 @@ mod tests {
         // The last light sample waits for the next full sample.
         assert_eq!(m.full(whose(140, 3), 3, 20 * PERIOD), 20 * PERIOD);
         assert_eq!(settled(&mut m, 141), []);
-        m.light(sample(150, SampleOrigin::GuestUser));
+        m.light(sample(150, SampledCpuMode::GuestUser));
         assert_eq!(settled(&mut m, 150 + MAX_WAIT_NS), [(150, Some(3))]);
     }
 
@@ -569,10 +569,10 @@ mod tests {
         m.full(whose(200, 2), 3, PERIOD);
         let kernel = |time_ns| GuestSample {
             ip: u64::MAX,
-            ..sample(time_ns, SampleOrigin::GuestKernel)
+            ..sample(time_ns, SampledCpuMode::GuestKernel)
         };
         for t in [22, 90, 110] {
-            m.light(sample(t, SampleOrigin::GuestUser));
+            m.light(sample(t, SampledCpuMode::GuestUser));
             m.light(kernel(t + 1));
         }
         let expected = [(22, 1), (23, 9), (90, 1), (91, 9), (110, 2), (111, 9)];
@@ -580,14 +580,14 @@ mod tests {
         // If only a kernel thread is known, the light sample is assigned to it.
         let mut m = merge(false);
         m.full(thread(5), 0, PERIOD);
-        m.light(sample(10, SampleOrigin::GuestUser));
+        m.light(sample(10, SampledCpuMode::GuestUser));
         assert_eq!(settled(&mut m, u64::MAX), [(10, Some(9))]);
     }
 
     #[test]
     fn light_sample_without_full_sample_has_no_task() {
         let mut m = merge(false);
-        m.light(sample(10, SampleOrigin::GuestKernel));
+        m.light(sample(10, SampledCpuMode::GuestKernel));
         assert_eq!(settled(&mut m, 20), []);
         assert_eq!(settled(&mut m, u64::MAX), [(10, None)]);
     }
@@ -598,7 +598,7 @@ mod tests {
     fn blind_ring_switches_to_full_mode() {
         let mut m = merge(false);
         for t in 0..WINDOW {
-            m.light(sample(t, SampleOrigin::HostKernel));
+            m.light(sample(t, SampledCpuMode::HostKernel));
         }
         assert_eq!(m.decide(100), Some(1));
         assert!(m.is_blind());
@@ -608,7 +608,7 @@ mod tests {
         assert_eq!(m.full(whose(102, 1), 0, 2 * PERIOD), 2 * PERIOD);
         assert_eq!(m.decide(102), None);
         // A light sample shows the guest, so light mode starts.
-        m.light(sample(200, SampleOrigin::GuestUser));
+        m.light(sample(200, SampledCpuMode::GuestUser));
         assert_eq!(m.decide(201), Some(20));
         assert!(!m.is_blind());
         // A small share of KVM's own work does not cause a switch to full mode.
@@ -648,7 +648,7 @@ mod tests {
             ..merge(false).terms
         };
         let mut m = SampleMerger::new(terms);
-        m.light(sample(1, SampleOrigin::GuestUser));
+        m.light(sample(1, SampledCpuMode::GuestUser));
         let mut pass = |costs: [u32; COSTS]| {
             costs.into_iter().for_each(|ns| m.cost(ns));
             m.decide(2)
@@ -665,7 +665,7 @@ mod tests {
         // In full mode, the rate is limited so that the vCPU is stopped for 3 % of the time.
         let mut m = SampleMerger::new(terms);
         (0..COSTS).for_each(|_| m.cost(250_000));
-        (0..WINDOW).for_each(|t| m.light(sample(t, SampleOrigin::HostKernel)));
+        (0..WINDOW).for_each(|t| m.light(sample(t, SampledCpuMode::HostKernel)));
         assert_eq!(m.decide(100), Some(9));
         // With a fixed ratio of full samples, their cost has no effect.
         let mut m = merge(false);
@@ -701,7 +701,7 @@ mod tests {
     fn samples_have_equal_weight_without_loss() {
         let mut m = merge(false);
         for t in 1..=2000u64 {
-            m.light(sample(10 * t, SampleOrigin::GuestUser));
+            m.light(sample(10 * t, SampledCpuMode::GuestUser));
             if t % 20 == 0 {
                 assert_eq!(m.full(whose(10 * t + 1, 1), 3, 20 * PERIOD), PERIOD);
             }
@@ -720,7 +720,7 @@ mod tests {
                 let first = at * drain + 1;
                 let times = first..first + batch.len();
                 for (t, &guest) in times.clone().zip(batch) {
-                    m.light(sample(10 * t as u64, if guest { SampleOrigin::GuestKernel } else { SampleOrigin::HostKernel }));
+                    m.light(sample(10 * t as u64, if guest { SampledCpuMode::GuestKernel } else { SampledCpuMode::HostKernel }));
                 }
                 for t in times.filter(|t| t % 20 == 0) {
                     count += 20 * PERIOD;
@@ -742,8 +742,8 @@ mod tests {
             for (step, what) in steps {
                 now += step;
                 match what {
-                    0..=2 => { m.light(sample(now, SampleOrigin::GuestUser)); guest += 1; }
-                    3 => m.light(sample(now, SampleOrigin::HostKernel)),
+                    0..=2 => { m.light(sample(now, SampledCpuMode::GuestUser)); guest += 1; }
+                    3 => m.light(sample(now, SampledCpuMode::HostKernel)),
                     4 => {
                         full += u64::from(!m.pending.is_empty());
                         m.full(whose(now, 1), 3, 1);

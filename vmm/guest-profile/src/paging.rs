@@ -3,13 +3,13 @@
 //! Supports the 4-level and 5-level (CR4.LA57) tables of long mode (Intel SDM vol. 3 ch. "Paging",
 //! AMD APM vol. 2 ch. 5). 32-bit and PAE paging are unsupported. A walk makes at most five reads
 //! regardless of the tables, so tables that refer to each other in a cycle are harmless. Each read
-//! is charged to the caller's [`WalkBudget`].
+//! is charged to the caller's [`GuestMemoryReadBudget`].
 //!
 //! The walk reads memory like a debugger, not like the CPU, so access rights are not checked. The
 //! walk only checks the bits that determine a translation: the present bit, the page-size bit, and
 //! reserved bits that change the meaning of an entry.
 
-use super::{GuestPhys, GuestRegs, MappedGuestPage, WalkBudget};
+use super::{GuestMemoryReadBudget, GuestPhys, GuestRegs, MappedGuestPage};
 
 const PRESENT: u64 = 1 << 0;
 const PAGE_SIZE_BIT: u64 = 1 << 7;
@@ -180,7 +180,7 @@ impl<'m, M: GuestPhys + ?Sized> AddressSpace<'m, M> {
     pub fn translate(
         &mut self,
         gva: u64,
-        budget: &mut WalkBudget,
+        budget: &mut GuestMemoryReadBudget,
     ) -> Result<PageTranslation, TranslationFault> {
         if !self.is_canonical(gva) {
             return Err(TranslationFault::NonCanonical);
@@ -244,7 +244,7 @@ impl<'m, M: GuestPhys + ?Sized> AddressSpace<'m, M> {
         &mut self,
         gva: u64,
         buf: &mut [u8],
-        budget: &mut WalkBudget,
+        budget: &mut GuestMemoryReadBudget,
     ) -> Result<(), TranslationFault> {
         let mut at = gva;
         let mut rest = buf;
@@ -270,7 +270,11 @@ impl<'m, M: GuestPhys + ?Sized> AddressSpace<'m, M> {
     }
 
     /// Returns the guest-physical address of `gva`, from the cache if possible.
-    pub fn physical(&mut self, gva: u64, budget: &mut WalkBudget) -> Result<u64, TranslationFault> {
+    pub fn physical(
+        &mut self,
+        gva: u64,
+        budget: &mut GuestMemoryReadBudget,
+    ) -> Result<u64, TranslationFault> {
         Ok(self.page(gva, budget)?.base + gva % PAGE)
     }
 
@@ -279,7 +283,7 @@ impl<'m, M: GuestPhys + ?Sized> AddressSpace<'m, M> {
     fn page(
         &mut self,
         gva: u64,
-        budget: &mut WalkBudget,
+        budget: &mut GuestMemoryReadBudget,
     ) -> Result<&CachedPage<M::Page<'m>>, TranslationFault> {
         let number = gva / PAGE;
         let slot = number as usize % CACHE_SLOTS;
@@ -298,7 +302,11 @@ impl<'m, M: GuestPhys + ?Sized> AddressSpace<'m, M> {
     /// Reads the 8 bytes at the guest-virtual address `gva` in little-endian order.
     #[inline]
     #[expect(clippy::cast_possible_truncation, reason = "a page's size")]
-    pub fn read_u64(&mut self, gva: u64, budget: &mut WalkBudget) -> Result<u64, TranslationFault> {
+    pub fn read_u64(
+        &mut self,
+        gva: u64,
+        budget: &mut GuestMemoryReadBudget,
+    ) -> Result<u64, TranslationFault> {
         let offset = (gva % PAGE) as usize;
         if offset <= PAGE as usize - 8 {
             let page = self.page(gva, budget)?;
@@ -319,7 +327,11 @@ impl<'m, M: GuestPhys + ?Sized> AddressSpace<'m, M> {
     /// Reads the two consecutive 8-byte words at `gva`.
     #[inline]
     #[expect(clippy::cast_possible_truncation, reason = "a page's size")]
-    pub fn read_pair(&mut self, gva: u64, budget: &mut WalkBudget) -> Result<(u64, u64), TranslationFault> {
+    pub fn read_pair(
+        &mut self,
+        gva: u64,
+        budget: &mut GuestMemoryReadBudget,
+    ) -> Result<(u64, u64), TranslationFault> {
         let offset = (gva % PAGE) as usize;
         if offset <= PAGE as usize - 16 {
             let page = self.page(gva, budget)?;
@@ -342,7 +354,7 @@ impl<'m, M: GuestPhys + ?Sized> AddressSpace<'m, M> {
     pub fn read_few<const N: usize>(
         &mut self,
         gva: u64,
-        budget: &mut WalkBudget,
+        budget: &mut GuestMemoryReadBudget,
     ) -> Result<[u8; N], TranslationFault> {
         let mut few = [0; N];
         if N <= 8 && (gva % PAGE) as usize <= PAGE as usize - 8 {
@@ -355,7 +367,11 @@ impl<'m, M: GuestPhys + ?Sized> AddressSpace<'m, M> {
     }
 
     /// Reads the 4 bytes at the guest-virtual address `gva` in little-endian order.
-    pub fn read_u32(&mut self, gva: u64, budget: &mut WalkBudget) -> Result<u32, TranslationFault> {
+    pub fn read_u32(
+        &mut self,
+        gva: u64,
+        budget: &mut GuestMemoryReadBudget,
+    ) -> Result<u32, TranslationFault> {
         self.read_few(gva, budget).map(u32::from_le_bytes)
     }
 }
@@ -366,8 +382,8 @@ mod tests {
     use crate::testing::TestGuest;
     use proptest::prelude::*;
 
-    fn budget() -> WalkBudget {
-        WalkBudget::new(100, None)
+    fn budget() -> GuestMemoryReadBudget {
+        GuestMemoryReadBudget::new(100, None)
     }
 
     #[test]
@@ -520,7 +536,7 @@ mod tests {
         for gva in (0x1fe0..0x2010).chain(0x2fe0..0x3010).chain(0x4000..0x4020) {
             // Addresses up to the end of RAM are readable, even if it is within a word.
             let mut space = AddressSpace::with_root(&g.ram[..], g.root, false);
-            let mut b = WalkBudget::new(1000, None);
+            let mut b = GuestMemoryReadBudget::new(1000, None);
             let mut word = |at| space.read_u64(at, &mut b);
             let single = word(gva).and_then(|first| Ok((first, word(gva + 8)?)));
             assert_eq!(space.read_pair(gva, &mut b), single, "{gva:#x}");
@@ -540,7 +556,7 @@ mod tests {
         let mut g = TestGuest::new(1 << 16, false);
         g.map(0x1000, 0x6000, 1);
         let mut space = AddressSpace::with_root(&g.ram[..], g.root, false);
-        let mut b = WalkBudget::new(3, None);
+        let mut b = GuestMemoryReadBudget::new(3, None);
         assert_eq!(space.read_u64(0x1000, &mut b), Err(TranslationFault::Spent));
         assert!(b.is_spent());
     }
@@ -551,7 +567,7 @@ mod tests {
             ram in proptest::collection::vec(any::<u8>(), 0..16384), cr3: u64, gva: u64, la57: bool, len in 0usize..9000,
         ) {
             let mut space = AddressSpace::with_root(&ram[..], cr3, la57);
-            let mut b = WalkBudget::new(40, None);
+            let mut b = GuestMemoryReadBudget::new(40, None);
             let mut buf = vec![0; len];
             let _ = space.read(gva, &mut buf, &mut b);
             prop_assert!(b.reads_used() <= 40);

@@ -3,7 +3,7 @@
 use zerocopy::little_endian::{U32, U64};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 
-use crate::mappings::{self, ReportedMapping};
+use crate::mappings::{self, SampledProcessMapping};
 use crate::task::COMM_LEN;
 use crate::unwind::UnwindStopReasons;
 use kernel_images::build_id::BuildId;
@@ -39,7 +39,7 @@ const _: () = assert!(RAW_BYTES == 44);
 /// Raw data of a `PERF_RECORD_SAMPLE` in a `perf.data` file.
 #[derive(Clone, Copy, Debug, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
 #[repr(C)]
-pub struct FileSampleData {
+pub struct PerfDataRawSample {
     magic: [u8; 4],
     cr3: U64,
     cpl: u8,
@@ -48,10 +48,10 @@ pub struct FileSampleData {
     zero: [u8; 5],
 }
 
-/// Magic number of [`FileSampleData`].
+/// Magic number of [`PerfDataRawSample`].
 const FILE_MAGIC: [u8; 4] = *b"PVS1";
 
-impl FileSampleData {
+impl PerfDataRawSample {
     /// Creates the raw data of a sample that is written to a `perf.data` file.
     pub fn new(cr3: u64, cpl: u8, ends: UnwindStopReasons) -> Self {
         Self {
@@ -79,7 +79,7 @@ impl FileSampleData {
 
 /// The decoded raw data of a sample.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct SampleData {
+pub struct SampleRawData {
     /// CR3 of the vCPU at the sample.
     pub cr3: u64,
     /// Privilege level of the vCPU at the sample, 0 to 3.
@@ -95,7 +95,7 @@ pub struct SampleData {
     pub kernel_thread: bool,
 }
 
-impl SampleData {
+impl SampleRawData {
     /// Encodes the sample as the header of raw data in a ring.
     #[inline]
     pub fn head(&self) -> RingSampleHeader {
@@ -133,7 +133,7 @@ impl SampleData {
     }
 
     /// Parses the mappings that were reported with the sample, from its raw data `raw`.
-    pub fn mappings(raw: &[u8]) -> impl Iterator<Item = ReportedMapping<'_>> {
+    pub fn mappings(raw: &[u8]) -> impl Iterator<Item = SampledProcessMapping<'_>> {
         mappings::read(raw.get(RAW_BYTES..).unwrap_or(&[]))
     }
 
@@ -151,7 +151,7 @@ mod tests {
     /// The layout of raw sample data in a ring matches the protocol in docs/reference/control.md.
     #[test]
     fn ring_layout_matches_protocol() {
-        let raw = SampleData {
+        let raw = SampleRawData {
             cr3: 0x1122_3344_5566_7788,
             cpl: 3,
             ends: UnwindStopReasons::default(),
@@ -174,20 +174,20 @@ mod tests {
             user: None,
             guessed: true,
         };
-        let file = FileSampleData::new(0x1234_5678_9abc_def0, 3, ends);
+        let file = PerfDataRawSample::new(0x1234_5678_9abc_def0, 3, ends);
         assert_eq!(file.as_bytes().len(), 20);
         assert_eq!(
-            FileSampleData::read(file.as_bytes()),
+            PerfDataRawSample::read(file.as_bytes()),
             Some((0x1234_5678_9abc_def0, 3, ends))
         );
-        assert_eq!(FileSampleData::read(&file.as_bytes()[..19]), None);
-        assert_eq!(FileSampleData::read(&[0; 20]), None);
+        assert_eq!(PerfDataRawSample::read(&file.as_bytes()[..19]), None);
+        assert_eq!(PerfDataRawSample::read(&[0; 20]), None);
     }
 
     #[test]
     fn ring_raw_data_round_trips() {
         for task in [None, Some((7, 8, *b"0123456789abcdef"))] {
-            let raw = SampleData {
+            let raw = SampleRawData {
                 cr3: 0x1234_5678_9abc_def0,
                 cpl: 3,
                 ends: UnwindStopReasons {
@@ -199,8 +199,8 @@ mod tests {
                 held_ns: 123_456,
                 kernel_thread: task.is_some(),
             };
-            assert_eq!(SampleData::decode(raw.head().as_bytes()), Some(raw));
+            assert_eq!(SampleRawData::decode(raw.head().as_bytes()), Some(raw));
         }
-        assert_eq!(SampleData::decode(&[0; RAW_BYTES - 1]), None);
+        assert_eq!(SampleRawData::decode(&[0; RAW_BYTES - 1]), None);
     }
 }

@@ -17,9 +17,9 @@ mod reader;
 mod requester;
 mod wire;
 
-pub use found_kernel::{FoundKernel, UnreadPart};
+pub use found_kernel::{FoundKernel, KernelTableReadError};
 pub use reader::serve;
-pub use requester::{SearchError, ask};
+pub use requester::{KernelSearchRequestError, ask};
 
 #[cfg(test)]
 mod tests;

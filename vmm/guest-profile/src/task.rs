@@ -11,7 +11,7 @@ pub mod areas;
 mod cache;
 
 use super::paging::AddressSpace;
-use super::{GuestPhys, GuestRegs, WalkBudget};
+use super::{GuestMemoryReadBudget, GuestPhys, GuestRegs};
 use serde::de::Error;
 use serde::{Deserialize, Deserializer, Serialize};
 
@@ -144,7 +144,7 @@ fn offset<'de, D: Deserializer<'de>>(from: D) -> Result<u64, D::Error> {
 
 /// Error returned when the layout of a kernel's task structures cannot be determined.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-pub enum LayoutError {
+pub enum TaskLayoutError {
     /// The kernel has no type information.
     #[error("the kernel has no type information (CONFIG_DEBUG_INFO_BTF)")]
     NoBtf,
@@ -156,11 +156,11 @@ pub enum LayoutError {
 impl TaskLayout {
     /// Determines the layout of the task structures from the kernel image. `slide` is the run-time
     /// address of a kernel symbol minus its link-time address.
-    pub fn new(image: &KernelImage, slide: u64) -> Result<Self, LayoutError> {
-        let btf = image.btf().ok_or(LayoutError::NoBtf)?;
+    pub fn new(image: &KernelImage, slide: u64) -> Result<Self, TaskLayoutError> {
+        let btf = image.btf().ok_or(TaskLayoutError::NoBtf)?;
         let member = |path: &'static str| {
             btf.offset_of("task_struct", path)
-                .ok_or(LayoutError::Missing(path))
+                .ok_or(TaskLayoutError::Missing(path))
         };
         let variable = |name: &str| {
             // Per-CPU symbols are offsets from a per-CPU area linked at 0. Since Linux 6.15, they
@@ -190,7 +190,7 @@ impl TaskLayout {
         Ok(Self {
             current: variable("current_task")
                 .or_else(hot)
-                .ok_or(LayoutError::Missing("current_task"))?,
+                .ok_or(TaskLayoutError::Missing("current_task"))?,
             comm: member("comm")?,
             pid: member("pid")?,
             tgid: member("tgid")?,
@@ -361,7 +361,7 @@ impl<'l, 'm, M: GuestPhys + ?Sized> TaskReader<'l, 'm, M> {
 
     /// Returns the task that runs on a vCPU. `per_cpu_base` is the base of the kernel's per-CPU
     /// data for this vCPU ([`GuestRegs::kernel_per_cpu_base`]).
-    pub fn current(&mut self, per_cpu_base: u64, budget: &mut WalkBudget) -> Option<GuestTask> {
+    pub fn current(&mut self, per_cpu_base: u64, budget: &mut GuestMemoryReadBudget) -> Option<GuestTask> {
         let task = self.current_address(per_cpu_base, budget)?;
         let mut comm = [0; COMM_LEN];
         self.kernel_bytes(task.wrapping_add(self.layout.comm), &mut comm, budget)?;
@@ -374,7 +374,7 @@ impl<'l, 'm, M: GuestPhys + ?Sized> TaskReader<'l, 'm, M> {
     }
 
     /// Returns the address of the task that runs on the vCPU with the given per-CPU base.
-    fn current_address(&mut self, per_cpu_base: u64, budget: &mut WalkBudget) -> Option<u64> {
+    fn current_address(&mut self, per_cpu_base: u64, budget: &mut GuestMemoryReadBudget) -> Option<u64> {
         let slot = per_cpu_base.wrapping_add(self.layout.current);
         match self.space.read_u64(slot, budget) {
             Ok(task) => Some(task),
@@ -389,7 +389,11 @@ impl<'l, 'm, M: GuestPhys + ?Sized> TaskReader<'l, 'm, M> {
 
     /// Returns whether a debugger in the guest single-steps the current task (`PTRACE_SINGLESTEP`).
     /// Returns `None` if the kernel's flags are unknown or cannot be read.
-    pub fn is_single_stepped(&mut self, per_cpu_base: u64, budget: &mut WalkBudget) -> Option<bool> {
+    pub fn is_single_stepped(
+        &mut self,
+        per_cpu_base: u64,
+        budget: &mut GuestMemoryReadBudget,
+    ) -> Option<bool> {
         let step = self.layout.single_step?;
         let task = self.current_address(per_cpu_base, budget)?;
         let flags = self.kernel_u64(task.wrapping_add(step.flags), budget)?;
@@ -398,14 +402,19 @@ impl<'l, 'm, M: GuestPhys + ?Sized> TaskReader<'l, 'm, M> {
     }
 
     /// Returns the address of the vDSO in the process whose memory descriptor is at `mm`.
-    pub fn vdso(&mut self, mm: u64, budget: &mut WalkBudget) -> Option<u64> {
+    pub fn vdso(&mut self, mm: u64, budget: &mut GuestMemoryReadBudget) -> Option<u64> {
         let at = self.layout.maps.as_ref()?.vdso?;
         self.kernel_u64(mm.wrapping_add(at), budget)
     }
 
     /// Returns the mapping that contains `address` in the process whose memory descriptor is at
     /// `mm`.
-    pub fn mapping(&mut self, mm: u64, address: u64, budget: &mut WalkBudget) -> Option<ProcessMapping> {
+    pub fn mapping(
+        &mut self,
+        mm: u64,
+        address: u64,
+        budget: &mut GuestMemoryReadBudget,
+    ) -> Option<ProcessMapping> {
         let maps = self.layout.maps.as_ref()?;
         let area = match maps.areas {
             AreaLayout::List { first, next } => {
@@ -427,7 +436,7 @@ impl<'l, 'm, M: GuestPhys + ?Sized> TaskReader<'l, 'm, M> {
     }
 
     /// Reads the mapping described by the `vm_area_struct` at `area`.
-    fn area(&mut self, area: u64, budget: &mut WalkBudget) -> Option<ProcessMapping> {
+    fn area(&mut self, area: u64, budget: &mut GuestMemoryReadBudget) -> Option<ProcessMapping> {
         let maps = self.layout.maps.as_ref()?;
         let start = self.kernel_u64(area.wrapping_add(maps.vm_start), budget)?;
         let end = self.kernel_u64(area.wrapping_add(maps.vm_end), budget)?;
@@ -455,7 +464,7 @@ impl<'l, 'm, M: GuestPhys + ?Sized> TaskReader<'l, 'm, M> {
         areas: &AreaLayout,
         root: u64,
         address: u64,
-        budget: &mut WalkBudget,
+        budget: &mut GuestMemoryReadBudget,
     ) -> Option<(Option<u64>, u64)> {
         let &AreaLayout::Maple {
             range_pivot,
@@ -510,7 +519,7 @@ impl<'l, 'm, M: GuestPhys + ?Sized> TaskReader<'l, 'm, M> {
         &mut self,
         file: u64,
         buf: &'b mut [u8],
-        budget: &mut WalkBudget,
+        budget: &mut GuestMemoryReadBudget,
     ) -> Option<&'b str> {
         let f = self.layout.maps.as_ref()?.files.as_ref()?;
         let mut dentry = self.kernel_u64(file.wrapping_add(f.dentry), budget)?;
@@ -562,7 +571,7 @@ impl<'l, 'm, M: GuestPhys + ?Sized> TaskReader<'l, 'm, M> {
         &mut self,
         mm: u64,
         mapping: &ProcessMapping,
-        budget: &mut WalkBudget,
+        budget: &mut GuestMemoryReadBudget,
     ) -> Option<BuildId> {
         let first = self.first_part(mm, mapping, budget)?;
         let mut header = [0; 64];
@@ -595,7 +604,7 @@ impl<'l, 'm, M: GuestPhys + ?Sized> TaskReader<'l, 'm, M> {
         &mut self,
         mm: u64,
         mapping: &ProcessMapping,
-        budget: &mut WalkBudget,
+        budget: &mut GuestMemoryReadBudget,
     ) -> Option<ProcessMapping> {
         let mut first = *mapping;
         let mut left = MAX_PARTS;
@@ -616,7 +625,7 @@ impl<'l, 'm, M: GuestPhys + ?Sized> TaskReader<'l, 'm, M> {
         first: &ProcessMapping,
         offset: u64,
         bytes: &mut [u8],
-        budget: &mut WalkBudget,
+        budget: &mut GuestMemoryReadBudget,
     ) -> Option<()> {
         let mapped = first.end.checked_sub(first.start)?;
         let inside = offset.checked_add(bytes.len() as u64)? <= mapped;
@@ -624,20 +633,20 @@ impl<'l, 'm, M: GuestPhys + ?Sized> TaskReader<'l, 'm, M> {
         self.space.read(at, bytes, budget).ok()
     }
 
-    fn kernel_bytes(&mut self, at: u64, buf: &mut [u8], budget: &mut WalkBudget) -> Option<()> {
+    fn kernel_bytes(&mut self, at: u64, buf: &mut [u8], budget: &mut GuestMemoryReadBudget) -> Option<()> {
         if !self.space.is_kernel_half(at) {
             return None;
         }
         self.space.read(at, buf, budget).ok()
     }
 
-    fn kernel_u64(&mut self, at: u64, budget: &mut WalkBudget) -> Option<u64> {
+    fn kernel_u64(&mut self, at: u64, budget: &mut GuestMemoryReadBudget) -> Option<u64> {
         let mut raw = [0; 8];
         self.kernel_bytes(at, &mut raw, budget)?;
         Some(u64::from_le_bytes(raw))
     }
 
-    fn kernel_u32(&mut self, at: u64, budget: &mut WalkBudget) -> Option<u32> {
+    fn kernel_u32(&mut self, at: u64, budget: &mut GuestMemoryReadBudget) -> Option<u32> {
         let mut raw = [0; 4];
         self.kernel_bytes(at, &mut raw, budget)?;
         Some(u32::from_le_bytes(raw))

@@ -30,7 +30,7 @@ mod user;
 use std::time::Duration;
 
 use super::paging::AddressSpace;
-use super::{GuestPhys, GuestRegs, WalkBudget};
+use super::{GuestMemoryReadBudget, GuestPhys, GuestRegs};
 use kernel_images::orc::{OrcEntry, OrcFrameKind, OrcRegister, OrcTable};
 use parts::{ChainBuffer, OtherRegs, USER32_CS, UserRegs, end_of, plausible_user};
 pub use parts::{KernelUnwinder, UnwindStop};
@@ -163,7 +163,7 @@ pub fn walk<M: GuestPhys + ?Sized>(
     limits: &UnwindLimits,
     out: &mut [u64],
 ) -> CallChain {
-    let mut budget = WalkBudget::new(limits.max_reads, limits.max_time);
+    let mut budget = GuestMemoryReadBudget::new(limits.max_reads, limits.max_time);
     let mut out = ChainBuffer {
         slots: out,
         len: 0,
@@ -226,7 +226,7 @@ fn walk_kernel<M: GuestPhys + ?Sized>(
     space: &mut AddressSpace<'_, M>,
     regs: &GuestRegs,
     kernel: Option<KernelUnwinder<'_>>,
-    budget: &mut WalkBudget,
+    budget: &mut GuestMemoryReadBudget,
     chain: &mut CallChain,
     out: &mut ChainBuffer<'_>,
 ) -> Option<UserRegs> {
@@ -309,7 +309,7 @@ impl WalkState {
 
 struct KernelWalk<'w, 'm, 'o, M: GuestPhys + ?Sized> {
     space: &'w mut AddressSpace<'m, M>,
-    budget: &'w mut WalkBudget,
+    budget: &'w mut GuestMemoryReadBudget,
     out: &'w mut ChainBuffer<'o>,
     state: WalkState,
     guessed: bool,

@@ -4,7 +4,7 @@
 
 use allocation_counter::measure;
 use guest_profile::unwind::{KernelUnwinder, UnwindLimits, walk};
-use guest_profile::{GuestRegs, WalkBudget};
+use guest_profile::{GuestMemoryReadBudget, GuestRegs};
 use kernel_images::orc::OrcTable;
 
 /// Start of the upper half of the address space. The lower and the upper half both map
@@ -76,7 +76,7 @@ fn chain_walk_does_not_allocate() {
             &UnwindLimits::default(),
             &mut out,
         ));
-        budget = Some(WalkBudget::new(10, None));
+        budget = Some(GuestMemoryReadBudget::new(10, None));
     });
     let (chain, budget) = (chain.unwrap(), budget.unwrap());
     assert_eq!(made.count_total, 0);

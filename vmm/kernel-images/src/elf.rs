@@ -289,7 +289,7 @@ pub struct ElfSection<'a> {
 
 /// Sections and symbols of an ELF file. Damaged sections and symbol tables are omitted.
 #[derive(Debug, Default)]
-pub struct ElfTables<'a> {
+pub struct ParsedElf<'a> {
     /// ELF machine number (`EM_*`) of the file.
     pub machine: u16,
     /// Sections that have contents in the file.
@@ -299,7 +299,7 @@ pub struct ElfTables<'a> {
     pub symbols: KernelSymbols,
 }
 
-impl<'a> ElfTables<'a> {
+impl<'a> ParsedElf<'a> {
     /// Returns the section `name`, or `None` if the file has no such section.
     pub fn section(&self, name: &str) -> Option<&ElfSection<'a>> {
         self.sections.iter().find(|section| section.name == name)
@@ -311,7 +311,7 @@ impl<'a> ElfTables<'a> {
 /// # Errors
 /// Returns [`KernelImageError::Malformed`] if the file is not an ELF file or has no usable section
 /// headers.
-pub fn tables<'a>(name: &str, data: &'a [u8]) -> Result<ElfTables<'a>, KernelImageError> {
+pub fn tables<'a>(name: &str, data: &'a [u8]) -> Result<ParsedElf<'a>, KernelImageError> {
     let read = match data.get(4) {
         Some(1) if is_elf(data) => tables_of_class::<elf::FileHeader32<Endianness>>(data),
         Some(2) if is_elf(data) => tables_of_class::<elf::FileHeader64<Endianness>>(data),
@@ -324,7 +324,7 @@ fn unreadable(name: &str, part: &'static str, source: object::read::Error) -> Ke
     KernelImageError::malformed(name, ImageCorruption::Headers { part, source })
 }
 
-fn tables_of_class<H: FileHeader<Endian = Endianness>>(data: &[u8]) -> object::read::Result<ElfTables<'_>> {
+fn tables_of_class<H: FileHeader<Endian = Endianness>>(data: &[u8]) -> object::read::Result<ParsedElf<'_>> {
     let header = H::parse(data)?;
     read_tables(header, header.endian()?, data)
 }
@@ -333,7 +333,7 @@ fn read_tables<'a, H: FileHeader<Endian = Endianness>>(
     header: &'a H,
     endian: Endianness,
     data: &'a [u8],
-) -> object::read::Result<ElfTables<'a>> {
+) -> object::read::Result<ParsedElf<'a>> {
     let sections = header.sections(endian, data)?;
     // Whether each section is executable, indexed by the section number that symbols refer to.
     let executable: Vec<bool> = sections
@@ -344,9 +344,9 @@ fn read_tables<'a, H: FileHeader<Endian = Endianness>>(
                 .contains(elf::SHF_ALLOC | elf::SHF_EXECINSTR)
         })
         .collect();
-    let mut tables = ElfTables {
+    let mut tables = ParsedElf {
         machine: header.e_machine(endian).0,
-        ..ElfTables::default()
+        ..ParsedElf::default()
     };
     for (section, &executable) in sections.iter().zip(&executable) {
         if section.sh_type(endian) == elf::SHT_NOBITS {
@@ -393,7 +393,7 @@ fn read_tables<'a, H: FileHeader<Endian = Endianness>>(
 }
 
 /// Adds sections and symbols to an image whose program headers have already been parsed.
-fn add_tables<'a>(image: &mut ElfImage<'a>, tables: ElfTables<'a>) {
+fn add_tables<'a>(image: &mut ElfImage<'a>, tables: ParsedElf<'a>) {
     for section in tables
         .sections
         .iter()

@@ -7,14 +7,14 @@ use crate::symbols::{KernelSymbols, SymbolsBuilder};
 
 /// Compressed symbols of a kernel.
 #[derive(Debug, Clone, Default)]
-pub struct PackedSymbols {
+pub struct CompressedKernelSymbols {
     /// Compressed symbols: LZ4 data with the uncompressed length as a prefix; empty if there are no
     /// symbols.
     bytes: Box<[u8]>,
     count: usize,
 }
 
-impl PackedSymbols {
+impl CompressedKernelSymbols {
     /// Compresses `symbols`.
     pub fn new(symbols: &KernelSymbols) -> Self {
         if symbols.is_empty() {
@@ -167,12 +167,12 @@ mod tests {
         let long = "n".repeat(1024);
         builder.add_sized(0xffff_ffff_8200_0000, 300, b't', long.as_bytes());
         let symbols = builder.finish().unwrap();
-        let packed = PackedSymbols::new(&symbols);
+        let packed = CompressedKernelSymbols::new(&symbols);
         let again = packed.unpack();
         assert_eq!(text(&again), text(&symbols));
         assert!(again.sized().eq(symbols.sized()), "and as long");
         assert_eq!((packed.len(), packed.is_empty()), (8, false));
-        let none = PackedSymbols::new(&KernelSymbols::default());
+        let none = CompressedKernelSymbols::new(&KernelSymbols::default());
         assert!(none.is_empty() && none.unpack().is_empty());
     }
 
@@ -220,7 +220,7 @@ mod tests {
         let symbols = builder.finish().unwrap();
         let entry = 24;
         let plain = names + symbols.len() * entry;
-        let packed = PackedSymbols::new(&symbols).bytes();
+        let packed = CompressedKernelSymbols::new(&symbols).bytes();
         assert!(packed * 3 < plain, "{packed} of {plain}");
     }
 }

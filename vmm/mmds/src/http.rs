@@ -91,7 +91,7 @@ impl MetadataResponse {
 
 /// Result of parsing the bytes that a connection has received.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum ParsedRequest {
+pub enum MetadataParseOutcome {
     /// The request is incomplete.
     Incomplete,
     /// A complete request, and its length in bytes.
@@ -102,17 +102,19 @@ pub enum ParsedRequest {
 
 /// Parses the first request in `bytes`. A request that would exceed [`MAX_REQUEST`] bytes is
 /// rejected.
-pub fn parse(bytes: &[u8]) -> ParsedRequest {
+pub fn parse(bytes: &[u8]) -> MetadataParseOutcome {
     let mut fields = [httparse::EMPTY_HEADER; MAX_FIELDS];
     let mut head = httparse::Request::new(&mut fields);
     let too_large = || {
         let message = format!("The request exceeds {MAX_REQUEST} bytes or {MAX_FIELDS} header fields.");
-        ParsedRequest::Rejected(MetadataResponse::text(413, message))
+        MetadataParseOutcome::Rejected(MetadataResponse::text(413, message))
     };
-    let bad = |message: String| ParsedRequest::Rejected(MetadataResponse::text(400, message));
+    let bad = |message: String| MetadataParseOutcome::Rejected(MetadataResponse::text(400, message));
     let head_bytes = match head.parse(bytes) {
         Ok(httparse::Status::Complete(length)) => length,
-        Ok(httparse::Status::Partial) if bytes.len() < MAX_REQUEST => return ParsedRequest::Incomplete,
+        Ok(httparse::Status::Partial) if bytes.len() < MAX_REQUEST => {
+            return MetadataParseOutcome::Incomplete;
+        }
         Ok(httparse::Status::Partial) | Err(httparse::Error::TooManyHeaders) => return too_large(),
         Err(e) => return bad(format!("Invalid HTTP request: {e}.")),
     };
@@ -143,9 +145,9 @@ pub fn parse(bytes: &[u8]) -> ParsedRequest {
         return too_large();
     }
     if bytes.len() < end {
-        return ParsedRequest::Incomplete;
+        return MetadataParseOutcome::Incomplete;
     }
-    ParsedRequest::Complete(request, end)
+    MetadataParseOutcome::Complete(request, end)
 }
 
 impl MetadataRequest {
@@ -212,7 +214,7 @@ mod tests {
 
     fn complete(text: &str) -> (MetadataRequest, usize) {
         match parse(text.as_bytes()) {
-            ParsedRequest::Complete(request, taken) => (request, taken),
+            MetadataParseOutcome::Complete(request, taken) => (request, taken),
             other => panic!("{text:?}: {other:?}"),
         }
     }
@@ -244,7 +246,7 @@ mod tests {
         ] {
             assert_eq!(complete(text).0.keep_alive, keep_alive, "{text}");
         }
-        assert_eq!(parse(b"GET / HTT"), ParsedRequest::Incomplete);
+        assert_eq!(parse(b"GET / HTT"), MetadataParseOutcome::Incomplete);
     }
 
     #[test]
@@ -264,7 +266,7 @@ mod tests {
             (&many, 413),
         ] {
             match parse(text.as_bytes()) {
-                ParsedRequest::Rejected(response) => assert_eq!(response.status, status, "{text}"),
+                MetadataParseOutcome::Rejected(response) => assert_eq!(response.status, status, "{text}"),
                 other => panic!("{text:?}: {other:?}"),
             }
         }
@@ -279,7 +281,7 @@ mod tests {
 
         #[test]
         fn parser_decides_at_the_size_limit(bytes in prop::collection::vec(any::<u8>(), MAX_REQUEST)) {
-            prop_assert!(parse(&bytes) != ParsedRequest::Incomplete);
+            prop_assert!(parse(&bytes) != MetadataParseOutcome::Incomplete);
         }
     }
 }

@@ -8,7 +8,7 @@ use serde_json::Value;
 
 use crate::config::{MmdsConfig, MmdsVersion};
 use crate::http::{MetadataRequest, MetadataResponse};
-use crate::store::{MetadataStore, MetadataStoreError, ValueFormat};
+use crate::store::{MetadataStore, MetadataStoreError, MetadataValueFormat};
 use crate::token::{MmdsTokenError, MmdsTokenTable};
 
 /// URL path at which the guest requests a session token.
@@ -91,9 +91,9 @@ impl MetadataService {
         }
         let is_json = request.accepts_json && !self.config.imds_compat;
         let format = if is_json {
-            ValueFormat::Json
+            MetadataValueFormat::Json
         } else {
-            ValueFormat::Imds
+            MetadataValueFormat::Imds
         };
         match state.store.read(&request.path, format) {
             Ok(body) => MetadataResponse {

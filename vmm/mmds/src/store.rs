@@ -29,7 +29,7 @@ pub enum MetadataStoreError {
 
 /// Format in which a value of the document is returned to the guest.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum ValueFormat {
+pub enum MetadataValueFormat {
     /// JSON text.
     Json,
     /// Text. For a string, the string itself. For an object, its keys, one per line, with a slash
@@ -93,16 +93,16 @@ impl MetadataStore {
     /// # Errors
     /// Returns [`MetadataStoreError::NotFound`] if there is no such value, and
     /// [`MetadataStoreError::UnsupportedType`] if `format` cannot represent it.
-    pub fn read(&self, path: &str, format: ValueFormat) -> Result<String, MetadataStoreError> {
+    pub fn read(&self, path: &str, format: MetadataValueFormat) -> Result<String, MetadataStoreError> {
         let words: Vec<&str> = path.split('/').filter(|word| !word.is_empty()).collect();
         let pointer: String = words.iter().flat_map(|word| ["/", word]).collect();
         let value = self.data.as_ref().and_then(|data| data.pointer(&pointer));
         let value = value.ok_or(MetadataStoreError::NotFound)?;
         match (format, value) {
-            (ValueFormat::Json, value) => Ok(value.to_string()),
-            (ValueFormat::Imds, Value::String(text)) => Ok(text.clone()),
-            (ValueFormat::Imds, Value::Object(object)) => Ok(keys(object)),
-            (ValueFormat::Imds, _) => Err(MetadataStoreError::UnsupportedType),
+            (MetadataValueFormat::Json, value) => Ok(value.to_string()),
+            (MetadataValueFormat::Imds, Value::String(text)) => Ok(text.clone()),
+            (MetadataValueFormat::Imds, Value::Object(object)) => Ok(keys(object)),
+            (MetadataValueFormat::Imds, _) => Err(MetadataStoreError::UnsupportedType),
         }
     }
 }
@@ -218,12 +218,12 @@ mod tests {
         let mut store = MetadataStore::new(1000);
         assert_eq!(store.get(), &Value::Null);
         assert_eq!(
-            store.read("/", ValueFormat::Json),
+            store.read("/", MetadataValueFormat::Json),
             Err(MetadataStoreError::NotFound)
         );
         let data = json!({"name": {"first": "a\"b", "age": 4, "more": {}}, "x/y": "z"});
         store.put(data).unwrap();
-        let imds = |path| store.read(path, ValueFormat::Imds);
+        let imds = |path| store.read(path, MetadataValueFormat::Imds);
         assert_eq!(imds("/").unwrap(), "name/\nx/y");
         assert_eq!(imds("//name/").unwrap(), "age\nfirst\nmore/");
         assert_eq!(imds("/name/first").unwrap(), "a\"b");
@@ -232,10 +232,10 @@ mod tests {
         assert_eq!(imds("/name/age"), Err(MetadataStoreError::UnsupportedType));
         assert_eq!(imds("/name/none"), Err(MetadataStoreError::NotFound));
         assert_eq!(
-            store.read("/name/first", ValueFormat::Json).unwrap(),
+            store.read("/name/first", MetadataValueFormat::Json).unwrap(),
             "\"a\\\"b\""
         );
-        assert_eq!(store.read("/name/age", ValueFormat::Json).unwrap(), "4");
+        assert_eq!(store.read("/name/age", MetadataValueFormat::Json).unwrap(), "4");
     }
 
     #[test]
@@ -289,8 +289,8 @@ mod tests {
         fn no_path_makes_read_panic(data in document(), path in "[/a-c~0-2]{0,12}") {
             let mut store = MetadataStore::new(usize::MAX);
             store.put(data).unwrap();
-            let _ = store.read(&path, ValueFormat::Imds);
-            let _ = store.read(&path, ValueFormat::Json);
+            let _ = store.read(&path, MetadataValueFormat::Imds);
+            let _ = store.read(&path, MetadataValueFormat::Json);
         }
     }
 }

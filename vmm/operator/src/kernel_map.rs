@@ -1,16 +1,16 @@
 //! The mapping of the guest's kernel in a recording.
 
-use guest_profile::export::KernelMap;
+use guest_profile::export::KernelTextMap;
 use kernel_images::build_id::BuildId;
 use kernel_images::symbols::KernelSymbols;
 
 /// Returns the mapping of the guest's kernel. `symbols` are the kernel's symbols with run-time
 /// addresses. `build_id` is the build ID of the running kernel, if known.
-pub(crate) fn kernel_map(symbols: &KernelSymbols, build_id: Option<BuildId>) -> Option<KernelMap> {
+pub(crate) fn kernel_map(symbols: &KernelSymbols, build_id: Option<BuildId>) -> Option<KernelTextMap> {
     let (name, start) = reference_symbol(symbols)?;
     let end = symbols.by_name("_etext").map(|s| s.address);
     let last = symbols.iter().map(|s| s.address).max()?.saturating_add(4096);
-    Some(KernelMap {
+    Some(KernelTextMap {
         start,
         len: end.unwrap_or(last).saturating_sub(start),
         reference_symbol: name.to_owned(),

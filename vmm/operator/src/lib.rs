@@ -16,20 +16,20 @@
 //! A program finds a VM by its name ([`session::connect`]), counts its events
 //! ([`session::CountingSession`]) or samples them ([`session::SamplingSession`]), and writes the
 //! resulting [`Profile`](guest_profile::export::Profile) as perf.data, pprof, folded stacks or a
-//! table with the modules of [`guest_profile::export`]. Every other request of the control socket is
-//! a type in [`control_api::request`] for [`control_api::client::Client::call`].
+//! table with the modules of [`guest_profile::export`]. Every other request of the control socket
+//! is a type in [`control_api::request`] for [`control_api::client::Client::call`].
 //!
 //! # Examples
 //!
 //! Records cycles of the VM `web` for a second, and writes a profile for pprof:
 //!
 //! ```no_run
-//! use guest_profile::export::{EventRate, pprof, symbolize::Symbolizer};
+//! use guest_profile::export::{EventSamplingRate, pprof, symbolize::Symbolizer};
 //! use operator::session::{SamplingSession, connect};
 //!
 //! # fn main() -> Result<(), Box<dyn std::error::Error>> {
 //! let mut session =
-//!     SamplingSession::start(connect(Some("web"))?, "cycles", EventRate::FrequencyHz(99))?;
+//!     SamplingSession::start(connect(Some("web"))?, "cycles", EventSamplingRate::FrequencyHz(99))?;
 //! for _ in 0..10 {
 //!     std::thread::sleep(std::time::Duration::from_millis(100));
 //!     session.receive()?;

@@ -9,8 +9,8 @@ use std::time::{Duration, Instant};
 use control_api::client::{Client, ClientError};
 use control_api::protocol::{KernelInfo, KernelState, OpenedEvent, SampleRingInfo, SamplingParams};
 use control_api::request;
-use guest_profile::export::{EventInfo, EventRate, FileMapping};
-use guest_profile::sample::SampleData;
+use guest_profile::export::{EventSamplingRate, FileMapping, SampledEventInfo};
+use guest_profile::sample::SampleRawData;
 use perf_core::record::{DecodedRecord, RecordFormat};
 use perf_core::ring::{RingReadError, RingReader};
 use perf_core::{SampleType, error_line};
@@ -184,14 +184,14 @@ impl EventIds {
 }
 
 /// Returns the description of a sampled event.
-pub(crate) fn event_info(opened: &OpenedEvent, sampling: &SamplingParams) -> EventInfo {
-    EventInfo {
+pub(crate) fn event_info(opened: &OpenedEvent, sampling: &SamplingParams) -> SampledEventInfo {
+    SampledEventInfo {
         name: opened.name.clone(),
         type_: opened.kind,
         config: opened.config,
         rate: match sampling.frequency {
-            true => EventRate::FrequencyHz(sampling.rate),
-            false => EventRate::Period(sampling.rate),
+            true => EventSamplingRate::FrequencyHz(sampling.rate),
+            false => EventSamplingRate::Period(sampling.rate),
         },
         branch_filter: sampling.branches.map_or(0, |stacks| stacks.filter),
         has_chains: sampling.callchain,
@@ -202,13 +202,13 @@ pub(crate) fn event_info(opened: &OpenedEvent, sampling: &SamplingParams) -> Eve
 /// Returns the mappings of process `pid` that the data `raw` of a sample contains. The mappings are
 /// valid from `time_ns` on.
 pub(crate) fn sample_mappings(raw: &[u8], pid: u32, time_ns: u64) -> impl Iterator<Item = FileMapping> {
-    SampleData::mappings(raw).map(move |mapping| FileMapping {
+    SampleRawData::mappings(raw).map(move |mapping| FileMapping {
         time_ns,
         pid,
         start: mapping.start,
         len: mapping.len,
         file_offset: mapping.file_offset,
         path: mapping.path.to_owned(),
-        build_id: SampleData::build_id(raw, mapping.start),
+        build_id: SampleRawData::build_id(raw, mapping.start),
     })
 }

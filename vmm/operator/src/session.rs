@@ -13,9 +13,9 @@ use control_api::client::{Client, ClientError, REPLY_TIMEOUT};
 use control_api::protocol::{OpenedEvent, SamplingParams};
 use control_api::request;
 use guest_profile::export::{
-    EventRate, NO_PID, Profile, ProfileMetadata, ProfileSample, SavedSymbol, TaskName, frames,
+    EventSamplingRate, NO_PID, Profile, ProfileMetadata, ProfileSample, ProfileSymbol, TaskName, frames,
 };
-use guest_profile::sample::SampleData;
+use guest_profile::sample::SampleRawData;
 use kernel_images::build_id::BuildId;
 use kernel_images::symbols::KernelSymbols;
 use perf_core::record::{DecodedRecord, Sample as RingSample};
@@ -138,10 +138,10 @@ impl SamplingSession {
     /// Returns [`SessionError::Events`] if the list is invalid, [`SessionError::NotSampled`] if the
     /// VM cannot sample an event, and [`SessionError::Client`] or [`SessionError::Ring`] if the VM
     /// refuses a request or its ring cannot be mapped.
-    pub fn start(mut client: Client, events: &str, rate: EventRate) -> Result<Self, SessionError> {
+    pub fn start(mut client: Client, events: &str, rate: EventSamplingRate) -> Result<Self, SessionError> {
         let (rate, frequency) = match rate {
-            EventRate::FrequencyHz(hz) => (hz, true),
-            EventRate::Period(period) => (period, false),
+            EventSamplingRate::FrequencyHz(hz) => (hz, true),
+            EventSamplingRate::Period(period) => (period, false),
         };
         let sampling = SamplingParams {
             rate,
@@ -266,7 +266,7 @@ impl SamplingSession {
 
     /// Adds a sample to the profile, and the names and mappings received with the sample.
     fn push(&mut self, sample: &RingSample<'_>, clock_offset_ns: u64) {
-        let raw = SampleData::decode(sample.raw).unwrap_or_default();
+        let raw = SampleRawData::decode(sample.raw).unwrap_or_default();
         let time_ns = sample.time_ns.saturating_add(clock_offset_ns);
         let (pid, tid) = raw.task.map_or((NO_PID, NO_PID), |(pid, tid, _)| (pid, tid));
         if let Some((.., comm)) = raw.task {
@@ -303,7 +303,7 @@ impl SamplingSession {
 
 /// Returns the kernel symbols to which the samples of a profile refer. If the guest has one address
 /// space (`flat`), these symbols cover all addresses.
-fn symbols_of(profile: &Profile, kernel: &KernelSymbols, flat: bool) -> Vec<SavedSymbol> {
+fn symbols_of(profile: &Profile, kernel: &KernelSymbols, flat: bool) -> Vec<ProfileSymbol> {
     let mut found = BTreeMap::new();
     for sample in profile.samples() {
         for frame in frames(&sample).filter(|frame| flat || frame.kernel) {
@@ -315,12 +315,14 @@ fn symbols_of(profile: &Profile, kernel: &KernelSymbols, flat: bool) -> Vec<Save
             };
             if let Some((symbol, _)) = symbol {
                 let pid = (!frame.kernel).then_some(NO_PID);
-                found.entry((pid, symbol.address)).or_insert_with(|| SavedSymbol {
-                    start: symbol.address,
-                    end: kernel.end_of(symbol.address),
-                    name: symbol.name.to_owned(),
-                    pid,
-                });
+                found
+                    .entry((pid, symbol.address))
+                    .or_insert_with(|| ProfileSymbol {
+                        start: symbol.address,
+                        end: kernel.end_of(symbol.address),
+                        name: symbol.name.to_owned(),
+                        pid,
+                    });
             }
         }
     }

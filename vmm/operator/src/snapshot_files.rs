@@ -5,7 +5,7 @@ use std::fs::File;
 use std::io::{self, Read as _};
 use std::path::{Path, PathBuf};
 
-use snapshot::diff::{BaseChain, BaseSnapshot, BaseSnapshotError, MAX_DIFFS};
+use snapshot::diff::{BaseSnapshot, BaseSnapshotError, MAX_DIFFS, SnapshotBaseChain};
 use snapshot::format::MAX_STATE_BYTES;
 use snapshot::{MEMORY_FILE, STATE_FILE};
 
@@ -61,8 +61,8 @@ pub fn open_memory(path: &Path) -> io::Result<File> {
 /// # Errors
 /// Returns an [`OpenBaseError`] that names the directory of a snapshot that is missing, unusable or
 /// not needed.
-pub fn open(diff: &Path, need: u32, bases: &[PathBuf]) -> Result<BaseChain, OpenBaseError> {
-    Ok(BaseChain::new(diff, need, open_all(bases)?)?)
+pub fn open(diff: &Path, need: u32, bases: &[PathBuf]) -> Result<SnapshotBaseChain, OpenBaseError> {
+    Ok(SnapshotBaseChain::new(diff, need, open_all(bases)?)?)
 }
 
 /// Opens the snapshots in `bases` to take a new diff. The first snapshot is the base of the diff,
@@ -70,13 +70,13 @@ pub fn open(diff: &Path, need: u32, bases: &[PathBuf]) -> Result<BaseChain, Open
 ///
 /// # Errors
 /// Returns the errors of [`open`].
-pub fn open_first(bases: &[PathBuf]) -> Result<Option<BaseChain>, OpenBaseError> {
+pub fn open_first(bases: &[PathBuf]) -> Result<Option<SnapshotBaseChain>, OpenBaseError> {
     let opened = open_all(bases)?;
     let Some((path, base)) = bases.first().zip(opened.first()) else {
         return Ok(None);
     };
     let need = base.state_crc();
-    Ok(Some(BaseChain::new(path, need, opened)?))
+    Ok(Some(SnapshotBaseChain::new(path, need, opened)?))
 }
 
 fn open_all(bases: &[PathBuf]) -> Result<Vec<BaseSnapshot>, OpenBaseError> {

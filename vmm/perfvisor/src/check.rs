@@ -5,15 +5,15 @@ use std::fmt::Write as _;
 
 use perf_core::PerfCoreConfig;
 use perf_core::pmu::MEDIATED_NEIGHBOUR;
-use perf_core::pmu::host::HostProbe;
+use perf_core::pmu::host::HostPerfCapabilities;
 use serde::{Serialize, Serializer};
 use vpmu::{
-    ArchEvent, BackingPolicy, CounterBacking, CounterNumbers, HostPmuProperties, ModelError, PmuModel,
-    PmuModelName, Vendor,
+    ArchEvent, CounterBacking, CounterBackingPolicy, CounterNumbers, HostPmuProperties, PmuModel,
+    PmuModelError, PmuModelName, Vendor,
 };
 
 use crate::cli::CheckArgs;
-use operator::commands::{OutputError, print};
+use operator::commands::{CommandOutputError, print};
 use operator::exit::ExitStatus;
 use perf_core::error_line;
 use virtio_devices::net::vhost::{VhostError, VhostNetBackend};
@@ -43,7 +43,7 @@ struct HostReport {
     /// Availability of vhost-net, or the reason it is unavailable.
     #[serde(serialize_with = "serialize_result")]
     vhost_net: Result<bool, VhostError>,
-    perf: HostProbe,
+    perf: HostPerfCapabilities,
     /// `true` if the limits of perf_event_paranoid apply to this process.
     paranoid_applies: bool,
     /// PMU model that `--pmu auto` selects on this host.
@@ -84,7 +84,7 @@ struct DefaultLimits {
 }
 
 impl DefaultLimits {
-    fn of(perf: &HostProbe) -> Self {
+    fn of(perf: &HostPerfCapabilities) -> Self {
         let core = PerfCoreConfig::default();
         let cpus = u64::try_from(core.host_cpus).unwrap_or(u64::MAX);
         Self {
@@ -115,9 +115,9 @@ pub enum CheckError {
     #[error(transparent)]
     KvmVpmuUnavailable(#[from] KvmVpmuUnavailable),
     #[error(transparent)]
-    PmuModel(#[from] ModelError),
+    PmuModel(#[from] PmuModelError),
     #[error(transparent)]
-    Output(#[from] OutputError),
+    Output(#[from] CommandOutputError),
 }
 
 /// Serializes a result, with the error as a one-line string.
@@ -146,7 +146,7 @@ fn serialize_optional_result<T: Serialize, E: Error, S: Serializer>(
 pub fn check(args: &CheckArgs) -> Result<ExitStatus, CheckError> {
     let report = HostReport::collect(args)?;
     if args.json {
-        let text = serde_json::to_string_pretty(&report).map_err(OutputError::from)?;
+        let text = serde_json::to_string_pretty(&report).map_err(CommandOutputError::from)?;
         print(&(text + "\n"))?;
     } else {
         print(&report.text())?;
@@ -158,8 +158,8 @@ pub fn check(args: &CheckArgs) -> Result<ExitStatus, CheckError> {
 }
 
 impl HostReport {
-    fn collect(args: &CheckArgs) -> Result<Self, ModelError> {
-        let perf = HostProbe::run();
+    fn collect(args: &CheckArgs) -> Result<Self, PmuModelError> {
+        let perf = HostPerfCapabilities::run();
         let opened = host::open();
         let own_pmu = match &opened {
             Ok(kvm) => vpmu_probe::probe(kvm, &perf).map_err(CheckError::from),
@@ -175,7 +175,13 @@ impl HostReport {
         let kvm = opened.and_then(|kvm| execution::facts(&kvm));
         let resolve = |name, numbers: Option<CounterNumbers>| {
             let model = PmuModel::resolve(name, numbers, None, &mut cpuid::read_host)?;
-            Ok::<_, ModelError>(fit(model, numbers.is_some(), BackingPolicy::Auto, None, &perf))
+            Ok::<_, PmuModelError>(fit(
+                model,
+                numbers.is_some(),
+                CounterBackingPolicy::Auto,
+                None,
+                &perf,
+            ))
         };
         let pmu_auto = resolve(PmuModelName::Auto, None)
             .map_or_else(|e| error_line(&e), |fitted| fitted.model.to_string());
@@ -185,9 +191,15 @@ impl HostReport {
             .transpose()?;
         let of_own = |name, numbers: Option<CounterNumbers>| {
             let own = own_pmu.as_ref().ok()?;
-            let fitted = own
-                .model(name, numbers, None)
-                .map(|model| fit(model, numbers.is_some(), BackingPolicy::Kvm, Some(own), &perf));
+            let fitted = own.model(name, numbers, None).map(|model| {
+                fit(
+                    model,
+                    numbers.is_some(),
+                    CounterBackingPolicy::Kvm,
+                    Some(own),
+                    &perf,
+                )
+            });
             Some(fitted)
         };
         let own_auto = of_own(PmuModelName::Auto, None);
@@ -366,7 +378,7 @@ impl HostReport {
 
 /// Describes whether VMs with KVM's mediated vPMU exist or can be created. While such a VM exists,
 /// the host cannot count events of guests, and vice versa.
-fn mediated_vpmus(perf: &HostProbe, offered: bool) -> &'static str {
+fn mediated_vpmus(perf: &HostPerfCapabilities, offered: bool) -> &'static str {
     match (perf.mediated, offered) {
         (true, _) => MEDIATED_NEIGHBOUR,
         (false, true) => {
@@ -422,7 +434,7 @@ fn yes(value: bool) -> &'static str {
 }
 
 /// Returns how each event is counted under `--backing auto` on a host with a processor of `vendor`.
-fn event_backings(perf: &HostProbe, vendor: Vendor) -> Vec<EventBacking> {
+fn event_backings(perf: &HostPerfCapabilities, vendor: Vendor) -> Vec<EventBacking> {
     let (other, refused) = match vendor {
         Vendor::Intel => (
             Vendor::Amd,
@@ -433,7 +445,7 @@ fn event_backings(perf: &HostProbe, vendor: Vendor) -> Vec<EventBacking> {
             "models of the host's vendor only: with --pmu intel it is not supported, as it counts another thing there",
         ),
     };
-    let auto = backing::sources(BackingPolicy::Auto, perf, vendor, |_| None);
+    let auto = backing::sources(CounterBackingPolicy::Auto, perf, vendor, |_| None);
     ArchEvent::ALL
         .into_iter()
         .map(|event| {
@@ -480,9 +492,9 @@ mod tests {
     /// created while a VM counts with host events.
     #[test]
     fn mediated_vpmus_are_explained() {
-        let with = |mediated| HostProbe {
+        let with = |mediated| HostPerfCapabilities {
             mediated,
-            ..HostProbe::run()
+            ..HostPerfCapabilities::run()
         };
         assert!(mediated_vpmus(&with(true), true).contains("enable_mediated_pmu=0"));
         assert!(mediated_vpmus(&with(false), true).contains("EBUSY"));
@@ -498,10 +510,10 @@ mod tests {
             config: 0,
             opens: true,
         };
-        let perf = HostProbe {
+        let perf = HostPerfCapabilities {
             hardware_pmu: true,
             generic: ["cycles", "cache-references", "cache-misses"].map(opens).into(),
-            ..HostProbe::run()
+            ..HostPerfCapabilities::run()
         };
         for (vendor, other) in [(Vendor::Intel, "--pmu amd "), (Vendor::Amd, "--pmu intel ")] {
             let rows = event_backings(&perf, vendor);

@@ -25,7 +25,7 @@ use mmds::config::MmdsConfig;
 use operator::commands::one_line;
 use operator::exporter::ExporterArgs;
 use perf_core::SharePolicy;
-use vpmu::{BackingPolicy, CounterNumbers, PmiShare, PmuModelName};
+use vpmu::{CounterBackingPolicy, CounterNumbers, PmiShare, PmuModelName};
 
 use crate::commands::generate::{EXAMPLES, GenerateArgs};
 use crate::commands::validate::ValidateArgs;
@@ -345,7 +345,8 @@ pub struct RunArgs {
     /// Add a virtio console (hvc0) and connect it like --console.
     #[arg(long, value_name = "WHERE", help_heading = "Consoles and devices")]
     pub virtio_console: Option<ConsoleTarget>,
-    /// Set the number of vCPUs, 1 to 64. With N,max=M, `perfvisor ctl NAME vcpus` adds vCPUs up to M.
+    /// Set the number of vCPUs, 1 to 64. With N,max=M, `perfvisor ctl NAME vcpus` adds vCPUs up to
+    /// M.
     #[arg(long, value_name = "N[,max=M]", default_value = "1", help_heading = "Machine")]
     pub cpus: VcpuCountRange,
     /// Set the size of guest memory, at least 16M: bytes, or a number with K, M, G or T.
@@ -395,14 +396,14 @@ pub struct RunArgs {
     /// Limit the PMIs per second and vCPU; 0 for no limit [default: 50000]
     #[arg(long, value_name = "N", value_parser = parse_pmi_limit, help_heading = "PMU of the guest")]
     pub pmi_limit: Option<u32>,
-    /// Bound the time that the guest's PMI handlers take to this share of each vCPU's time: the next
-    /// PMI is held back until the guest has run long enough outside the handler. off or 100% for no
-    /// bound [default: 25% for Intel models, 50% for AMD models]
+    /// Bound the time that the guest's PMI handlers take to this share of each vCPU's time: the
+    /// next PMI is held back until the guest has run long enough outside the handler. off or 100%
+    /// for no bound [default: 25% for Intel models, 50% for AMD models]
     #[arg(long, value_name = "SHARE", help_heading = "PMU of the guest")]
     pub pmi_share: Option<PmiShare>,
-    /// Give the guest branch records (LBR), for perf record -b in the guest: on or off. Single-steps
-    /// the guest before PMIs [default: on if this host's KVM can single-step it, off with --profile
-    /// tenant]
+    /// Give the guest branch records (LBR), for perf record -b in the guest: on or off.
+    /// Single-steps the guest before PMIs [default: on if this host's KVM can single-step it, off
+    /// with --profile tenant]
     #[arg(long, value_name = "ON|OFF", value_parser = parse_on_off, help_heading = "PMU of the guest")]
     pub lbr: Option<bool>,
     /// Select the backing of the guest's counters: auto, hardware, clock, exact, kvm (KVM's own
@@ -413,7 +414,7 @@ pub struct RunArgs {
         default_value = "auto",
         help_heading = "PMU of the guest"
     )]
-    pub backing: BackingPolicy,
+    pub backing: CounterBackingPolicy,
     /// Also count instructions and branches of operators (perfvisor stat) by single-stepping.
     /// Requires --backing exact.
     #[arg(long, help_heading = "PMU of the guest")]

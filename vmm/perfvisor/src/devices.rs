@@ -36,7 +36,7 @@ use perf_core::error_line;
 
 /// Error returned when a device cannot be created or its option is invalid.
 #[derive(Debug, thiserror::Error)]
-pub enum DeviceError {
+pub enum DeviceOptionError {
     #[error("--disk")]
     Disk(#[source] DiskImageError),
     #[error("--net")]
@@ -70,7 +70,7 @@ pub enum DeviceError {
     #[error("--share-dir tag={0}: given twice; use one tag per directory")]
     TagTwice(String),
     #[error("--share-dir")]
-    Place(#[from] socket_dir::SocketError),
+    Place(#[from] socket_dir::ControlSocketError),
     #[error("--share-dir: cannot determine the path of this program")]
     OwnPath(#[source] io::Error),
     #[error("--share-dir: the log")]
@@ -111,18 +111,18 @@ pub struct VmDevices {
 /// connects to sockets on behalf of the devices.
 ///
 /// # Errors
-/// Returns [`DeviceError`] if an option is invalid or a device cannot be created. No file of the
-/// guest has been modified in this case.
+/// Returns [`DeviceOptionError`] if an option is invalid or a device cannot be created. No file of
+/// the guest has been modified in this case.
 pub fn create_devices(
     args: &RunArgs,
     vm: &str,
     log: Option<&File>,
     broker: &Arc<SocketBroker>,
-) -> Result<VmDevices, DeviceError> {
+) -> Result<VmDevices, DeviceOptionError> {
     check(args, vm)?;
     let mut devices: Vec<Box<dyn VirtioDevice>> = Vec::new();
     for (i, config) in args.disk.iter().enumerate() {
-        let disk = BlockDevice::open(disk_name(i), config).map_err(DeviceError::Disk)?;
+        let disk = BlockDevice::open(disk_name(i), config).map_err(DeviceOptionError::Disk)?;
         devices.push(Box::new(disk.with_limiter(limiter(config.limits)?)));
     }
     let metadata = args.mmds.map(|config| Arc::new(MetadataService::new(config)));
@@ -131,7 +131,7 @@ pub fn create_devices(
         devices.push(Box::new(match &metadata {
             Some(service) if config.metadata => device
                 .with_metadata(service.clone())
-                .map_err(DeviceError::MetadataTimer)?,
+                .map_err(DeviceOptionError::MetadataTimer)?,
             _ => device,
         }));
     }
@@ -141,7 +141,7 @@ pub fn create_devices(
     }
     // Create no entropy device for the built-in guests, which do not use one.
     if args.rng && (args.kernel.is_some() || args.takes_saved_machine()) {
-        let rng = EntropyDevice::new().map_err(DeviceError::EntropyDevice)?;
+        let rng = EntropyDevice::new().map_err(DeviceOptionError::EntropyDevice)?;
         devices.push(Box::new(
             rng.with_limiter(limiter(args.rng_limits.unwrap_or_default())?),
         ));
@@ -160,19 +160,19 @@ pub fn create_devices(
 }
 
 /// Creates the balloon device, if requested.
-fn balloon(args: &RunArgs) -> Result<Option<BalloonDevice>, DeviceError> {
+fn balloon(args: &RunArgs) -> Result<Option<BalloonDevice>, DeviceOptionError> {
     let origin = match args.restore {
         Some(_) => RamOrigin::Snapshot,
         None => RamOrigin::Empty,
     };
     args.balloon
-        .map(|config| BalloonDevice::new(config, args.memory, origin).map_err(DeviceError::Balloon))
+        .map(|config| BalloonDevice::new(config, args.memory, origin).map_err(DeviceOptionError::Balloon))
         .transpose()
 }
 
 /// Rejects duplicate taps, MAC addresses, serial numbers and tags before any device is opened. A
 /// guest would mistake two disks or network devices with the same identity for one.
-fn check(args: &RunArgs, vm: &str) -> Result<(), DeviceError> {
+fn check(args: &RunArgs, vm: &str) -> Result<(), DeviceOptionError> {
     let serials = args.disk.iter().enumerate().map(|(i, config)| {
         let serial = config.serial.clone();
         serial.unwrap_or_else(|| disk_name(i))
@@ -180,31 +180,31 @@ fn check(args: &RunArgs, vm: &str) -> Result<(), DeviceError> {
     let taps = args.net.iter().map(|config| config.tap.clone());
     let macs = args.net.iter().map(|config| mac(config, vm));
     let tags = args.share_dir.iter().enumerate().map(tag);
-    check_unique(serials).map_err(DeviceError::SerialTwice)?;
-    check_unique(taps).map_err(DeviceError::TapTwice)?;
-    check_unique(macs).map_err(DeviceError::MacTwice)?;
-    check_unique(tags).map_err(DeviceError::TagTwice)?;
+    check_unique(serials).map_err(DeviceOptionError::SerialTwice)?;
+    check_unique(taps).map_err(DeviceOptionError::TapTwice)?;
+    check_unique(macs).map_err(DeviceOptionError::MacTwice)?;
+    check_unique(tags).map_err(DeviceOptionError::TagTwice)?;
     match (
         args.mmds.is_some(),
         args.net.iter().find(|config| config.metadata),
     ) {
-        (true, None) => return Err(DeviceError::MetadataDevice),
-        (false, Some(config)) => return Err(DeviceError::NoMetadata(config.tap.clone())),
+        (true, None) => return Err(DeviceOptionError::MetadataDevice),
+        (false, Some(config)) => return Err(DeviceOptionError::NoMetadata(config.tap.clone())),
         _ => {}
     }
     if let Some(balloon) = &args.balloon {
         let (size_mib, memory_mib) = (balloon.size_mib, args.memory >> 20);
         if u64::from(size_mib) > memory_mib {
-            return Err(DeviceError::BalloonSize { size_mib, memory_mib });
+            return Err(DeviceOptionError::BalloonSize { size_mib, memory_mib });
         }
         if args.hugepages == HugePages::Reserved {
-            return Err(DeviceError::BalloonHugePages);
+            return Err(DeviceOptionError::BalloonHugePages);
         }
     }
     // The built-in guests would ignore the disk and run their PMU test, which the user did not
     // request.
     if args.kernel.is_none() && !args.takes_saved_machine() && !args.disk.is_empty() {
-        return Err(DeviceError::NoKernel);
+        return Err(DeviceOptionError::NoKernel);
     }
     Ok(())
 }
@@ -246,11 +246,14 @@ fn share(
     tag: &str,
     vm: &str,
     log: Option<&File>,
-) -> Result<FsDevice, DeviceError> {
-    let program = std::env::current_exe().map_err(DeviceError::OwnPath)?;
+) -> Result<FsDevice, DeviceOptionError> {
+    let program = std::env::current_exe().map_err(DeviceOptionError::OwnPath)?;
     let keeper = keeper::BackendKeeperCommand {
         words: vec![program.into_os_string(), "keep-share".into(), "--".into()],
-        log: log.map(File::try_clone).transpose().map_err(DeviceError::Log)?,
+        log: log
+            .map(File::try_clone)
+            .transpose()
+            .map_err(DeviceOptionError::Log)?,
     };
     socket_dir::make_directory(&socket_dir::directory())?;
     let socket = share_socket(vm, name);
@@ -294,9 +297,9 @@ pub fn own_sockets(args: &RunArgs, vm: &str) -> Vec<PathBuf> {
 }
 
 /// Creates network device `index` of VM `vm`.
-fn network(config: &NetConfig, index: usize, vm: &str) -> Result<NetDevice, DeviceError> {
-    let tap = Tap::open(&config.tap).map_err(DeviceError::Tap)?;
-    let mtu = mtu(&config.tap).map_err(|e| DeviceError::Mtu(config.tap.clone(), e))?;
+fn network(config: &NetConfig, index: usize, vm: &str) -> Result<NetDevice, DeviceOptionError> {
+    let tap = Tap::open(&config.tap).map_err(DeviceOptionError::Tap)?;
+    let mtu = mtu(&config.tap).map_err(|e| DeviceOptionError::Mtu(config.tap.clone(), e))?;
     let mac = mac(config, vm);
     // Do not use vhost-net for a limited device or one with the metadata service, because it would
     // ignore the limits and bypass the service.
@@ -309,7 +312,7 @@ fn network(config: &NetConfig, index: usize, vm: &str) -> Result<NetDevice, Devi
             "a thread of Perfvisor's, for rate limits or mmds=on".to_owned(),
         ),
         (_, Some(Ok(kernel))) => (Some(kernel), "vhost-net".to_owned()),
-        (VhostMode::On, Some(Err(e))) => return Err(DeviceError::VhostMode(config.tap.clone(), e)),
+        (VhostMode::On, Some(Err(e))) => return Err(DeviceOptionError::VhostMode(config.tap.clone(), e)),
         (_, Some(Err(e))) => (None, format!("a thread of Perfvisor's: {}", error_line(&e))),
     };
     log::info!(
@@ -320,8 +323,8 @@ fn network(config: &NetConfig, index: usize, vm: &str) -> Result<NetDevice, Devi
     Ok(device.with_limiters(limiter(config.rx)?, limiter(config.tx)?))
 }
 
-fn limiter(limits: RateLimits) -> Result<RateLimiter, DeviceError> {
-    RateLimiter::new(limits).map_err(DeviceError::RateLimiter)
+fn limiter(limits: RateLimits) -> Result<RateLimiter, DeviceOptionError> {
+    RateLimiter::new(limits).map_err(DeviceOptionError::RateLimiter)
 }
 
 #[cfg(test)]

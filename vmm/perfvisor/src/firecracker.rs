@@ -31,7 +31,7 @@ use serde::de::DeserializeOwned;
 use vm_process::{CheckCommandLine, VmProcess};
 
 pub use log_output::init_log;
-use snapshots::StateFileError;
+use snapshots::SnapshotStateFileError;
 pub use snapshots::save_snapshots;
 
 /// Identifier of a VM without `--id`, as in Firecracker.
@@ -144,7 +144,7 @@ pub enum FirecrackerError {
     Json(&'static str, PathBuf, #[source] serde_json::Error),
     /// The state file of `--describe-snapshot` cannot be used.
     #[error("--describe-snapshot {}", .0.display())]
-    DescribeSnapshot(PathBuf, #[source] StateFileError),
+    DescribeSnapshot(PathBuf, #[source] SnapshotStateFileError),
     /// The socket of the API cannot be bound.
     #[error("--api-sock {}", .0.display())]
     Socket(PathBuf, #[source] io::Error),

@@ -70,7 +70,7 @@ pub struct JailerArgs {
     pub parent_cgroup: Option<PathBuf>,
     /// Limit the size of written files (fsize=BYTES) or the number of descriptors (no-file=N).
     #[arg(long, value_name = "RESOURCE=VALUE", value_parser = parse_limit)]
-    pub resource_limit: Vec<(LimitedResource, u64)>,
+    pub resource_limit: Vec<(RlimitResource, u64)>,
     /// Print the version of the jailer.
     #[arg(long)]
     pub version: bool,
@@ -81,7 +81,7 @@ pub struct JailerArgs {
 
 /// A resource that can be limited with `--resource-limit`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum LimitedResource {
+pub enum RlimitResource {
     /// Size of written files, in bytes.
     FileSize,
     /// Number of open descriptors.
@@ -125,7 +125,7 @@ pub enum JailerError {
     Start(String, #[source] io::Error),
     /// The version cannot be printed.
     #[error("standard output")]
-    Print(#[source] operator::commands::OutputError),
+    Print(#[source] operator::commands::CommandOutputError),
 }
 
 fn file_error(option: &'static str, path: &Path) -> impl FnOnce(io::Error) -> JailerError {
@@ -151,12 +151,12 @@ fn parse_group(text: &str) -> Result<PathBuf, String> {
         .ok_or_else(|| "must be a relative path without '..'".to_owned())
 }
 
-fn parse_limit(text: &str) -> Result<(LimitedResource, u64), String> {
+fn parse_limit(text: &str) -> Result<(RlimitResource, u64), String> {
     let wrong = || "must be fsize=BYTES or no-file=N".to_owned();
     let (name, value) = text.split_once('=').ok_or_else(wrong)?;
     let resource = match name {
-        "fsize" => LimitedResource::FileSize,
-        "no-file" => LimitedResource::Descriptors,
+        "fsize" => RlimitResource::FileSize,
+        "no-file" => RlimitResource::Descriptors,
         _ => return Err(wrong()),
     };
     Ok((resource, value.parse().map_err(|_| wrong())?))
@@ -262,12 +262,12 @@ fn create_root(dir: &Path, exec_file: &Path, name: &str) -> Result<PathBuf, Jail
     Ok(root)
 }
 
-fn set_limits(limits: &[(LimitedResource, u64)]) -> Result<(), JailerError> {
-    let default = (LimitedResource::Descriptors, DEFAULT_DESCRIPTORS);
+fn set_limits(limits: &[(RlimitResource, u64)]) -> Result<(), JailerError> {
+    let default = (RlimitResource::Descriptors, DEFAULT_DESCRIPTORS);
     for (resource, limit) in [default].iter().chain(limits) {
         let resource = match resource {
-            LimitedResource::FileSize => Resource::Fsize,
-            LimitedResource::Descriptors => Resource::Nofile,
+            RlimitResource::FileSize => Resource::Fsize,
+            RlimitResource::Descriptors => Resource::Nofile,
         };
         let limit = Rlimit {
             current: Some(*limit),
@@ -334,7 +334,7 @@ mod tests {
         for text in ["", "/vms", "../vms", "vms/../.."] {
             assert!(parse_group(text).is_err(), "{text}");
         }
-        assert_eq!(parse_limit("fsize=1"), Ok((LimitedResource::FileSize, 1)));
+        assert_eq!(parse_limit("fsize=1"), Ok((RlimitResource::FileSize, 1)));
         for text in ["fsize", "core=1", "no-file=x"] {
             assert!(parse_limit(text).is_err(), "{text}");
         }

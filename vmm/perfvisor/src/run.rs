@@ -29,12 +29,12 @@ pub use error::RunError;
 use event_manager::{EventManager, EventOps, EventSet, Events, MutEventSubscriber, SubscriberOps};
 pub use footprint::configure_malloc;
 use incoming::Requester;
-use perf_core::pmu::host::HostProbe;
+use perf_core::pmu::host::HostPerfCapabilities;
 use sandbox::{ProcessConfinement, SandboxedThreadKind, SocketBroker};
 use start::{Helpers, HostSetup};
 use virtio_devices::device::VirtioDevice;
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
-use vpmu::BackingPolicy;
+use vpmu::CounterBackingPolicy;
 use vpmu::perf_core_events::MAX_EVENTS_PER_COUNTER;
 
 use crate::background::DaemonStartup;
@@ -42,7 +42,7 @@ use crate::cli::RunArgs;
 use crate::cli::restore::options_of_guest;
 use crate::devices::{self};
 use crate::stop_handler::StopHandler;
-use control_api::socket_dir::{self, ControlSocket, SocketError};
+use control_api::socket_dir::{self, ControlSocket, ControlSocketError};
 use guest_patching::rdpmc::RdpmcMode;
 use operator::exit::ExitStatus;
 use operator::input;
@@ -50,11 +50,11 @@ use perf_core::error_line;
 use sandbox::privileges;
 use vmm::boot::KernelFormat;
 use vmm::console::RawTerminal;
-use vmm::control::server::{ControlServer, ControlledVm, SocketAccess};
+use vmm::control::server::{ControlServer, ControlSocketAccess, VmControlInterface};
 use vmm::gdb::server::{GdbServer, GdbSocket};
 use vmm::pmu::{PmuConfig, VmPmu};
 use vmm::timers::{RotationTimer, SchedulingTickTimer};
-use vmm::vcpu::control::{ResetPolicy, RunControl, VmStopReason};
+use vmm::vcpu::control::{ResetPolicy, VmRunControl, VmStopReason};
 use vmm::vcpu::registry::VcpuRegistry;
 use vmm::vcpu::stats;
 use vmm::vm::restart::GuestResetHandler;
@@ -204,7 +204,7 @@ fn run_for(
     confine(args)?;
     let mut running = vm.start()?;
     let pmu_name = config.pmu.model.generation().to_string();
-    let mut controlled = ControlledVm {
+    let mut controlled = VmControlInterface {
         balloon,
         metadata,
         limiters,
@@ -296,7 +296,7 @@ fn confine(args: &RunArgs) -> Result<(), RunError> {
 
 /// Sockets for operators, observers and debuggers, before the servers start.
 struct ServerSockets {
-    sockets: Vec<(SocketAccess, ControlSocket)>,
+    sockets: Vec<(ControlSocketAccess, ControlSocket)>,
     gdb: Option<GdbSocket>,
 }
 
@@ -316,8 +316,8 @@ impl ServerSockets {
             .map(|at| ControlSocket::bind_at(&at.path, at.mode));
         let observed = observed.transpose().map_err(RunError::Observers)?;
         let sockets = [
-            (SocketAccess::Operators, socket),
-            (SocketAccess::Observers, observed),
+            (ControlSocketAccess::Operators, socket),
+            (ControlSocketAccess::Observers, observed),
         ];
         let gdb = args.gdb.as_ref();
         let ends = Self {
@@ -333,7 +333,7 @@ impl ServerSockets {
     /// Starts the servers on the sockets, in the main loop and in the debugger thread.
     fn serve(
         self,
-        controlled: ControlledVm,
+        controlled: VmControlInterface,
         running: &RunningVm,
     ) -> Result<(Vec<Subscriber>, Option<GdbServer>), RunError> {
         let mut servers: Vec<Subscriber> = Vec::new();
@@ -357,10 +357,14 @@ fn check_restart_files<'a>(files: impl Iterator<Item = &'a PathBuf>) -> Result<(
 
 /// Logs a warning if `limit` is less than the number of descriptors that a VM with this `config`
 /// may need.
-fn warn_if_few_descriptors(limit: Option<u64>, config: &VmConfig, probe: &HostProbe) {
+fn warn_if_few_descriptors(limit: Option<u64>, config: &VmConfig, probe: &HostPerfCapabilities) {
     let PmuConfig { model, policy, .. } = &config.pmu;
     let cpus = config.cpus.max();
-    let hardware = probe.slots() > 0 && matches!(policy, BackingPolicy::Auto | BackingPolicy::Hardware);
+    let hardware = probe.slots() > 0
+        && matches!(
+            policy,
+            CounterBackingPolicy::Auto | CounterBackingPolicy::Hardware
+        );
     let counters = u64::from(model.general() + model.fixed());
     let events = if hardware {
         counters * MAX_EVENTS_PER_COUNTER as u64
@@ -379,7 +383,7 @@ fn warn_if_few_descriptors(limit: Option<u64>, config: &VmConfig, probe: &HostPr
 
 /// Returns the VM's name and opens its control socket. A VM without a user-supplied name may run
 /// without a control socket.
-fn control_socket(name: Option<&str>) -> Result<(String, Option<ControlSocket>), SocketError> {
+fn control_socket(name: Option<&str>) -> Result<(String, Option<ControlSocket>), ControlSocketError> {
     let dir = socket_dir::directory();
     match name {
         Some(name) => {
@@ -409,9 +413,9 @@ fn controlled(
     args: &RunArgs,
     consoles: &Consoles,
     running: &RunningVm,
-) -> ControlledVm {
+) -> VmControlInterface {
     let loaded = running.loaded();
-    ControlledVm {
+    VmControlInterface {
         name,
         pmu_name,
         guest: match (&args.kernel, &args.restore) {
@@ -479,7 +483,7 @@ fn report_stats(running: &RunningVm, at_start: u8) {
     operator::commands::say(&format!("perfvisor: vPMU statistics\n{}", stats::table(&all)));
 }
 
-fn exit_status(control: &RunControl) -> ExitStatus {
+fn exit_status(control: &VmRunControl) -> ExitStatus {
     match control.reason() {
         Some(VmStopReason::PowerOff | VmStopReason::Operator) => ExitStatus::PoweredOff,
         Some(VmStopReason::DebugExit(status)) => ExitStatus::Guest(status),
@@ -541,7 +545,7 @@ fn io_error(e: io::Error) -> event_manager::Error {
 /// Handler of the main thread's signals and timers, which stop the VM, reset it, or drive perf-core
 /// scheduling.
 struct Housekeeping {
-    control: Arc<RunControl>,
+    control: Arc<VmRunControl>,
     pmu: Arc<VmPmu>,
     quit: EventFd,
     stopping: StopHandler,

@@ -9,7 +9,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use vmm::devices::DeviceBus;
-use vmm::vcpu::control::{RunControl, RunState, VmStopReason};
+use vmm::vcpu::control::{VmRunControl, VmRunState, VmStopReason};
 use vmm_sys_util::timerfd::TimerFd;
 
 use crate::background::ServiceNotifier;
@@ -22,7 +22,7 @@ pub struct StopHandler {
     timeout: Duration,
     /// Stop signal in response to which the power button was pressed, if any.
     pressed: Option<i32>,
-    control: Arc<RunControl>,
+    control: Arc<VmRunControl>,
     bus: Arc<DeviceBus>,
     manager: Arc<ServiceNotifier>,
 }
@@ -35,7 +35,7 @@ impl StopHandler {
     pub fn new(
         signals: StopSignals,
         timeout: Duration,
-        control: Arc<RunControl>,
+        control: Arc<VmRunControl>,
         bus: Arc<DeviceBus>,
         manager: Arc<ServiceNotifier>,
     ) -> io::Result<Self> {
@@ -81,7 +81,7 @@ impl StopHandler {
 
     fn take(&mut self, signal: i32) {
         let asks = signal == libc::SIGTERM && self.pressed.is_none() && !self.timeout.is_zero();
-        let running = self.control.state() == RunState::Running;
+        let running = self.control.state() == VmRunState::Running;
         if !(asks && running && self.bus.press_power_button()) {
             return self.control.stop(VmStopReason::Signal(signal));
         }

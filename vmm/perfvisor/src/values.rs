@@ -244,7 +244,7 @@ pub fn parse_tolerance(text: &str) -> Result<f64, ParseValueError> {
 /// Value of `perfvisor validate --backing`: the backings (mechanisms that count for a guest) to
 /// validate.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum BackingSelection {
+pub enum ValidatedCounterBackings {
     /// All backings of Perfvisor that this host supports.
     All,
     /// KVM's own vPMU.
@@ -252,10 +252,10 @@ pub enum BackingSelection {
 }
 
 /// Parses the value of `perfvisor validate --backing`.
-pub fn parse_validated(text: &str) -> Result<BackingSelection, ParseValueError> {
+pub fn parse_validated(text: &str) -> Result<ValidatedCounterBackings, ParseValueError> {
     match text {
-        "all" => Ok(BackingSelection::All),
-        "kvm" => Ok(BackingSelection::Kvm),
+        "all" => Ok(ValidatedCounterBackings::All),
+        "kvm" => Ok(ValidatedCounterBackings::Kvm),
         _ => Err(ParseValueError::ValidatedBacking),
     }
 }

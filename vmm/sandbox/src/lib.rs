@@ -68,6 +68,6 @@ pub use start::{SandboxError, SeccompMode, begin, confine, enter, spawn, spawn_p
 pub use table::{SystemCallOutcome, markdown as filter_table, outcome};
 pub use violation::{SeccompTerminationActions, end_now, kind};
 pub use workers::{
-    ProcessConfinement, ServiceStartError, WorkerExit, WorkerKeeper, WorkerLimits, WorkerProcess,
+    HelperProcessStartError, ProcessConfinement, WorkerExit, WorkerKeeper, WorkerLimits, WorkerProcess,
     WorkerStartError,
 };

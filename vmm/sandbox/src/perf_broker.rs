@@ -25,7 +25,7 @@ use std::time::Duration;
 
 use crate::service::ServiceProcess;
 use crate::start::SandboxError;
-use crate::workers::{ProcessConfinement, ServiceStartError};
+use crate::workers::{HelperProcessStartError, ProcessConfinement};
 use crate::{SandboxedThreadKind, filter, lists};
 use protocol::{MAX_REQUEST_BYTES, PerfRequest, REPLY_BYTES};
 use server::BrokerClient;
@@ -61,14 +61,15 @@ impl PerfBroker {
     /// all of its privileges except the right to open events.
     ///
     /// # Errors
-    /// Returns a [`ServiceStartError`] if the process cannot be started or its filter cannot be
-    /// created.
+    /// Returns a [`HelperProcessStartError`] if the process cannot be started or its filter cannot
+    /// be created.
     pub fn start(
         confinement: ProcessConfinement,
         signal: libc::c_int,
         give_up: fn() -> bool,
-    ) -> Result<Self, ServiceStartError> {
-        let (ours, its) = datagram::pair(PATIENCE).map_err(|e| ServiceStartError::Os("socketpair", e))?;
+    ) -> Result<Self, HelperProcessStartError> {
+        let (ours, its) =
+            datagram::pair(PATIENCE).map_err(|e| HelperProcessStartError::Os("socketpair", e))?;
         let pid = std::process::id();
         let client = BrokerClient {
             pid: pid.cast_signed(),
@@ -96,7 +97,7 @@ impl PerfBroker {
                     Ok(())
                 },
             )
-            .map_err(|e| ServiceStartError::Os("fork", e))?;
+            .map_err(|e| HelperProcessStartError::Os("fork", e))?;
         Ok(Self {
             connection: Mutex::new(Some(ours)),
             signal,

@@ -35,7 +35,7 @@ use vmm_sys_util::sock_ctrl_msg::ScmSocket;
 use crate::paths::{self, PrivilegedDirectory};
 use crate::service::{UNFIT, keep_only_descriptor, leave, trim_heap};
 use crate::start::{SandboxError, SeccompMode};
-use crate::{ProcessConfinement, SandboxedThreadKind, ServiceStartError, files, filter, lists};
+use crate::{HelperProcessStartError, ProcessConfinement, SandboxedThreadKind, files, filter, lists};
 
 /// Process name of the broker, as displayed by `ps`.
 const NAME: &std::ffi::CStr = c"socket-broker";
@@ -152,19 +152,20 @@ impl SocketBroker {
     /// The broker calls `give_up` to drop its privileges.
     ///
     /// # Errors
-    /// Returns a [`ServiceStartError`] if the process cannot be started or its filters cannot be
-    /// created.
+    /// Returns a [`HelperProcessStartError`] if the process cannot be started or its filters cannot
+    /// be created.
     pub fn start(
         confinement: ProcessConfinement,
         give_up: fn() -> bool,
-    ) -> Result<Arc<Self>, ServiceStartError> {
-        let os = |what| move |e| ServiceStartError::Os(what, e);
+    ) -> Result<Arc<Self>, HelperProcessStartError> {
+        let os = |what| move |e| HelperProcessStartError::Os(what, e);
         let (ours, its) = UnixStream::pair().map_err(os("socketpair"))?;
         ours.set_read_timeout(Some(ANSWER_LIMIT))
             .and_then(|()| ours.set_write_timeout(Some(ANSWER_LIMIT)))
             .map_err(os("setsockopt"))?;
-        let filters = filters(confinement.seccomp)
-            .map_err(|e| ServiceStartError::Sandbox(SandboxError::Compile(SandboxedThreadKind::Socket, e)))?;
+        let filters = filters(confinement.seccomp).map_err(|e| {
+            HelperProcessStartError::Sandbox(SandboxError::Compile(SandboxedThreadKind::Socket, e))
+        })?;
         // SAFETY: no other thread exists, as the documentation requires, so all memory of the child
         // is consistent and no lock is held by another thread.
         match unsafe { libc::fork() } {

@@ -58,7 +58,7 @@ impl ProcessConfinement {
 
 /// Error returned when a helper process of the VM cannot be started.
 #[derive(Debug, thiserror::Error)]
-pub enum ServiceStartError {
+pub enum HelperProcessStartError {
     /// A system call failed.
     #[error("{0} failed")]
     Os(&'static str, #[source] io::Error),
@@ -92,17 +92,17 @@ impl WorkerKeeper {
     /// and its number, counted from 0.
     ///
     /// # Errors
-    /// Returns a [`ServiceStartError`] if the keeper cannot be started or its filters cannot be
-    /// created.
+    /// Returns a [`HelperProcessStartError`] if the keeper cannot be started or its filters cannot
+    /// be created.
     pub fn start(
         confinement: ProcessConfinement,
         limits: WorkerLimits,
         give_up: fn() -> bool,
         work: fn(UnixStream, u32),
-    ) -> Result<Self, ServiceStartError> {
-        let (ours, its) = UnixStream::pair().map_err(|e| ServiceStartError::Os("socketpair", e))?;
+    ) -> Result<Self, HelperProcessStartError> {
+        let (ours, its) = UnixStream::pair().map_err(|e| HelperProcessStartError::Os("socketpair", e))?;
         ours.set_read_timeout(Some(PATIENCE))
-            .map_err(|e| ServiceStartError::Os("setsockopt", e))?;
+            .map_err(|e| HelperProcessStartError::Os("setsockopt", e))?;
         let otherwise = confinement.otherwise();
         let filters = filters(otherwise.as_ref());
         let job = KeeperConfig {
@@ -114,7 +114,7 @@ impl WorkerKeeper {
             give_up,
             work,
         };
-        keeper::start(its, job).map_err(|e| ServiceStartError::Os("fork", e))?;
+        keeper::start(its, job).map_err(|e| HelperProcessStartError::Os("fork", e))?;
         Ok(Self {
             control: Mutex::new(Some(ours)),
         })

@@ -5,8 +5,8 @@
 //! lists the ranges of memory that it contains itself. All other memory comes from the base. The
 //! memory file of a diff has the size of guest memory, with holes outside its ranges.
 //!
-//! [`BaseChain`] is the memory of a base. [`DiffWriter`] compares all memory with it, so that pages
-//! are found regardless of whether the guest, KVM or the VMM wrote them.
+//! [`SnapshotBaseChain`] is the memory of a base. [`SnapshotDiffWriter`] compares all memory with
+//! it, so that pages are found regardless of whether the guest, KVM or the VMM wrote them.
 
 use std::fs::File;
 use std::io;
@@ -19,22 +19,22 @@ use rustix::io::Errno;
 
 use crate::format::{SnapshotFormatError, decode, encode};
 use crate::memory::{self, CHUNK_BYTES, MemoryFileError, checksum};
-use crate::state::{SavedBase, SavedMachine, SavedMemory};
+use crate::state::{SavedDiffBase, SavedMachine, SavedMemoryFile};
 
 /// Maximum number of diffs on top of a full snapshot. A restore reads all diffs and keeps their
 /// files open.
 pub const MAX_DIFFS: usize = 16;
 /// Maximum number of ranges in a diff.
 pub const MAX_RUNS: usize = 1 << 18;
-/// Number of ranges at which [`DiffWriter`] begins to store each changed chunk as a whole instead
-/// of only its changed pages, so that [`MAX_RUNS`] is not reached.
+/// Number of ranges at which [`SnapshotDiffWriter`] begins to store each changed chunk as a whole
+/// instead of only its changed pages, so that [`MAX_RUNS`] is not reached.
 const MANY_RUNS: usize = MAX_RUNS / 2;
 /// Granularity at which memory is compared with the base, in bytes.
 const PAGE_BYTES: usize = 4096;
 
 /// Reason for rejecting a base or a diff.
 #[derive(Debug, thiserror::Error)]
-pub enum DiffError {
+pub enum SnapshotDiffError {
     /// The base of a diff is missing.
     #[error("it is a diff, and its base, of checksum {0:08x}, is not given; name its directory as well")]
     MissingBase(u32),
@@ -62,7 +62,7 @@ pub enum DiffError {
     /// The ranges are unsorted, empty, not of whole pages, too many, or beyond the end of memory.
     #[error("the diff has ranges of memory that no diff can have")]
     Runs,
-    /// The caller of [`DiffWriter`] did not pass guest memory in order and in whole chunks.
+    /// The caller of [`SnapshotDiffWriter`] did not pass guest memory in order and in whole chunks.
     #[error("the VM sends memory in another order than expected")]
     Order,
     /// The base's memory file is unusable.
@@ -80,11 +80,11 @@ pub struct BaseSnapshotError {
     /// Directory of the snapshot.
     pub path: PathBuf,
     /// Reason for rejecting the snapshot.
-    pub source: DiffError,
+    pub source: SnapshotDiffError,
 }
 
 impl BaseSnapshotError {
-    fn new(path: &Path, source: impl Into<DiffError>) -> Self {
+    fn new(path: &Path, source: impl Into<SnapshotDiffError>) -> Self {
         Self {
             path: path.to_owned(),
             source: source.into(),
@@ -106,8 +106,8 @@ impl BaseSnapshot {
     /// `path`.
     ///
     /// # Errors
-    /// Returns [`DiffError::State`] or [`DiffError::Memory`] if a file is unusable, and
-    /// [`DiffError::Runs`] if the ranges of a diff are invalid.
+    /// Returns [`SnapshotDiffError::State`] or [`SnapshotDiffError::Memory`] if a file is unusable,
+    /// and [`SnapshotDiffError::Runs`] if the ranges of a diff are invalid.
     pub fn new(path: &Path, state: &[u8], memory: File) -> Result<Self, BaseSnapshotError> {
         let failed = |source| BaseSnapshotError::new(path, source);
         let machine = decode(state).map_err(|e| failed(e.into()))?;
@@ -139,36 +139,36 @@ impl BaseSnapshot {
 
 /// Base of a diff, with all snapshots on which the base itself depends.
 #[derive(Debug)]
-pub struct BaseChain {
+pub struct SnapshotBaseChain {
     full: BaseSnapshot,
     /// The diffs from the lowest to the highest. The first is based on the full snapshot, and each
     /// further one on its predecessor.
     diffs: Vec<BaseSnapshot>,
 }
 
-impl BaseChain {
+impl SnapshotBaseChain {
     /// Finds the base with checksum `need`, and the snapshots on which that base depends, in
     /// `given`, which may be in any order. Errors contain `diff`, the path of the snapshot that is
     /// based on them.
     ///
     /// # Errors
-    /// Returns [`DiffError::MissingBase`], [`DiffError::OtherBase`] or [`DiffError::Unneeded`] if
-    /// `given` does not consist of exactly the required snapshots, [`DiffError::TooManyDiffs`] if
-    /// there are more than [`MAX_DIFFS`] diffs including `diff`, and [`DiffError::OtherMachine`] if
-    /// their memory sizes differ.
+    /// Returns [`SnapshotDiffError::MissingBase`], [`SnapshotDiffError::OtherBase`] or
+    /// [`SnapshotDiffError::Unneeded`] if `given` does not consist of exactly the required
+    /// snapshots, [`SnapshotDiffError::TooManyDiffs`] if there are more than [`MAX_DIFFS`] diffs
+    /// including `diff`, and [`SnapshotDiffError::OtherMachine`] if their memory sizes differ.
     pub fn new(diff: &Path, need: u32, mut given: Vec<BaseSnapshot>) -> Result<Self, BaseSnapshotError> {
         let mut diffs: Vec<BaseSnapshot> = Vec::new();
         let (mut above, mut need) = (diff.to_owned(), need);
         let full = loop {
             if diffs.len() >= MAX_DIFFS {
-                return Err(BaseSnapshotError::new(&above, DiffError::TooManyDiffs));
+                return Err(BaseSnapshotError::new(&above, SnapshotDiffError::TooManyDiffs));
             }
             let Some(at) = given.iter().position(|base| base.state_crc == need) else {
                 return Err(match given.first() {
-                    None => BaseSnapshotError::new(&above, DiffError::MissingBase(need)),
+                    None => BaseSnapshotError::new(&above, SnapshotDiffError::MissingBase(need)),
                     Some(other) => {
                         let have = other.state_crc;
-                        BaseSnapshotError::new(&other.path, DiffError::OtherBase { have, need })
+                        BaseSnapshotError::new(&other.path, SnapshotDiffError::OtherBase { have, need })
                     }
                 });
             };
@@ -180,11 +180,14 @@ impl BaseChain {
             diffs.push(base);
         };
         if let Some(other) = given.first() {
-            return Err(BaseSnapshotError::new(&other.path, DiffError::Unneeded));
+            return Err(BaseSnapshotError::new(&other.path, SnapshotDiffError::Unneeded));
         }
         let bytes = full.machine.memory.bytes;
         if let Some(other) = diffs.iter().find(|diff| diff.machine.memory.bytes != bytes) {
-            return Err(BaseSnapshotError::new(&other.path, DiffError::OtherMachine));
+            return Err(BaseSnapshotError::new(
+                &other.path,
+                SnapshotDiffError::OtherMachine,
+            ));
         }
         diffs.reverse();
         Ok(Self { full, diffs })
@@ -215,7 +218,8 @@ impl BaseChain {
     /// Verifies the checksums of all memory in the chain.
     ///
     /// # Errors
-    /// Returns [`DiffError::Memory`] for the lowest snapshot that cannot be read or is damaged.
+    /// Returns [`SnapshotDiffError::Memory`] for the lowest snapshot that cannot be read or is
+    /// damaged.
     pub fn verify(&self) -> Result<(), BaseSnapshotError> {
         let full = &self.full;
         memory::verify(&full.memory, &full.machine.memory)
@@ -240,8 +244,8 @@ impl BaseChain {
     pub fn verify_diff(
         &self,
         file: &File,
-        diff: &SavedBase,
-        memory: &SavedMemory,
+        diff: &SavedDiffBase,
+        memory: &SavedMemoryFile,
     ) -> Result<(), MemoryFileError> {
         let layers: Vec<_> = self.layers().chain([(file, &*diff.runs)]).collect();
         let below = &self.top().machine.memory;
@@ -268,8 +272,8 @@ impl BaseChain {
 
 /// Creates a diff by comparing the memory of a VM with a base.
 #[derive(Debug)]
-pub struct DiffWriter {
-    base: BaseChain,
+pub struct SnapshotDiffWriter {
+    base: SnapshotBaseChain,
     runs: Vec<(u64, u64)>,
     next: u64,
     buffer: Vec<u8>,
@@ -277,14 +281,14 @@ pub struct DiffWriter {
     zeros_crc: Option<u32>,
 }
 
-impl DiffWriter {
+impl SnapshotDiffWriter {
     /// Creates a writer that compares the memory of a VM, of `memory_bytes` bytes, with `base`.
     ///
     /// # Errors
-    /// Returns [`DiffError::OtherMachine`] if the memory size of the base differs.
-    pub fn new(base: BaseChain, memory_bytes: u64) -> Result<Self, DiffError> {
+    /// Returns [`SnapshotDiffError::OtherMachine`] if the memory size of the base differs.
+    pub fn new(base: SnapshotBaseChain, memory_bytes: u64) -> Result<Self, SnapshotDiffError> {
         if base.memory_bytes() != memory_bytes {
-            return Err(DiffError::OtherMachine);
+            return Err(SnapshotDiffError::OtherMachine);
         }
         Ok(Self {
             base,
@@ -300,8 +304,8 @@ impl DiffWriter {
     /// returns `true`. Otherwise does not advance and returns `false`.
     ///
     /// # Errors
-    /// Returns an error in the same cases as [`DiffWriter::compare`].
-    pub fn skip_hole(&mut self, offset: u64) -> Result<bool, DiffError> {
+    /// Returns an error in the same cases as [`SnapshotDiffWriter::compare`].
+    pub fn skip_hole(&mut self, offset: u64) -> Result<bool, SnapshotDiffError> {
         let end = offset.saturating_add(CHUNK_BYTES);
         if offset != self.next || end > self.base.memory_bytes() {
             return Ok(false);
@@ -317,7 +321,7 @@ impl DiffWriter {
     }
 
     /// Checks that `crc` is the checksum that the base has stored for its chunk at `offset`.
-    fn check_crc(&self, offset: u64, len: u64, crc: u32) -> Result<(), DiffError> {
+    fn check_crc(&self, offset: u64, len: u64, crc: u32) -> Result<(), SnapshotDiffError> {
         let chunk = usize::try_from(offset / CHUNK_BYTES).unwrap_or(usize::MAX);
         if self.base.top().machine.memory.crcs.get(chunk) == Some(&crc) {
             return Ok(());
@@ -329,13 +333,13 @@ impl DiffWriter {
     /// Compares the chunk at `offset`, and returns the ranges of it that belong in the diff.
     ///
     /// # Errors
-    /// Returns [`DiffError::Order`] unless `data` is the next chunk, and [`DiffError::Memory`] if
-    /// the base cannot be read or is damaged.
-    pub fn compare(&mut self, offset: u64, data: &[u8]) -> Result<Vec<Range<usize>>, DiffError> {
+    /// Returns [`SnapshotDiffError::Order`] unless `data` is the next chunk, and
+    /// [`SnapshotDiffError::Memory`] if the base cannot be read or is damaged.
+    pub fn compare(&mut self, offset: u64, data: &[u8]) -> Result<Vec<Range<usize>>, SnapshotDiffError> {
         let bytes = self.base.memory_bytes();
         let len = CHUNK_BYTES.min(bytes.saturating_sub(offset));
         if offset != self.next || len == 0 || data.len() as u64 != len {
-            return Err(DiffError::Order);
+            return Err(SnapshotDiffError::Order);
         }
         self.next += len;
         self.buffer.resize(data.len(), 0);
@@ -363,23 +367,23 @@ impl DiffWriter {
     /// bytes in its ranges.
     ///
     /// # Errors
-    /// Returns [`DiffError::Order`] if the end of memory has not been reached,
-    /// [`DiffError::OtherMachine`] if the base belongs to a different VM, and [`DiffError::State`]
-    /// if the state is invalid or too large.
-    pub fn finish(self, state: &[u8]) -> Result<(Vec<u8>, u64), DiffError> {
+    /// Returns [`SnapshotDiffError::Order`] if the end of memory has not been reached,
+    /// [`SnapshotDiffError::OtherMachine`] if the base belongs to a different VM, and
+    /// [`SnapshotDiffError::State`] if the state is invalid or too large.
+    pub fn finish(self, state: &[u8]) -> Result<(Vec<u8>, u64), SnapshotDiffError> {
         let mut machine = decode(state)?;
         let base = &self.base.top().machine;
         if self.next != base.memory.bytes || machine.memory.bytes != self.next {
-            return Err(DiffError::Order);
+            return Err(SnapshotDiffError::Order);
         }
         if machine.shape.pmu != base.shape.pmu
             || machine.shape.max_vcpus != base.shape.max_vcpus
             || machine.kernel.format != base.kernel.format
         {
-            return Err(DiffError::OtherMachine);
+            return Err(SnapshotDiffError::OtherMachine);
         }
         let changed = self.runs.iter().map(|(_, bytes)| bytes).sum();
-        machine.memory.base = Some(SavedBase {
+        machine.memory.base = Some(SavedDiffBase {
             state_crc: self.base.top().state_crc,
             runs: self.runs,
         });
@@ -404,9 +408,9 @@ fn changed_ranges(data: &[u8], base: &[u8]) -> Vec<Range<usize>> {
 /// Checks the ranges of a diff.
 ///
 /// # Errors
-/// Returns [`DiffError::Runs`] if they are unsorted, empty, not of whole pages, too many, or beyond
-/// the end of memory.
-pub fn check_runs(base: &SavedBase, memory_bytes: u64) -> Result<(), DiffError> {
+/// Returns [`SnapshotDiffError::Runs`] if they are unsorted, empty, not of whole pages, too many,
+/// or beyond the end of memory.
+pub fn check_runs(base: &SavedDiffBase, memory_bytes: u64) -> Result<(), SnapshotDiffError> {
     let is_aligned = |value: u64| value.is_multiple_of(PAGE_BYTES as u64);
     let mut end = 0;
     let fits = base.runs.iter().all(|&(start, len)| {
@@ -416,15 +420,15 @@ pub fn check_runs(base: &SavedBase, memory_bytes: u64) -> Result<(), DiffError> 
     });
     (fits && base.runs.len() <= MAX_RUNS)
         .then_some(())
-        .ok_or(DiffError::Runs)
+        .ok_or(SnapshotDiffError::Runs)
 }
 
 /// Verifies the checksums `memory` of the last of `layers`, a diff, on top of the already verified
 /// memory `below`. Only chunks that may differ from `below` are read: those that overlap a range of
 /// the diff and those whose checksums differ.
 fn verify_above(
-    below: &SavedMemory,
-    memory: &SavedMemory,
+    below: &SavedMemoryFile,
+    memory: &SavedMemoryFile,
     full: &File,
     layers: &[(&File, &[(u64, u64)])],
 ) -> Result<(), MemoryFileError> {

@@ -8,7 +8,7 @@ use std::io;
 use std::ops::Range;
 use std::os::unix::fs::FileExt as _;
 
-use crate::state::SavedMemory;
+use crate::state::SavedMemoryFile;
 
 /// Size of a chunk of the memory file, in bytes. Each chunk has its own checksum.
 pub const CHUNK_BYTES: u64 = 2 << 20;
@@ -52,7 +52,7 @@ pub enum MemoryFileError {
 /// # Errors
 /// Returns [`MemoryFileError::Length`] or [`MemoryFileError::Checksums`] if they do not match
 /// `memory`, and [`MemoryFileError::Read`] if the size of the file cannot be determined.
-pub fn check_size(file: &File, memory: &SavedMemory) -> Result<(), MemoryFileError> {
+pub fn check_size(file: &File, memory: &SavedMemoryFile) -> Result<(), MemoryFileError> {
     let have = file.metadata()?.len();
     if have != memory.bytes {
         return Err(MemoryFileError::Length {
@@ -75,7 +75,7 @@ pub fn check_size(file: &File, memory: &SavedMemory) -> Result<(), MemoryFileErr
 /// # Errors
 /// Returns an error if [`check_size`] fails, and [`MemoryFileError::Damaged`] for the first chunk
 /// that does not match.
-pub fn verify(file: &File, memory: &SavedMemory) -> Result<(), MemoryFileError> {
+pub fn verify(file: &File, memory: &SavedMemoryFile) -> Result<(), MemoryFileError> {
     check_size(file, memory)?;
     verify_by(memory, |_, _| false, |buffer, at| file.read_exact_at(buffer, at))
 }
@@ -84,7 +84,7 @@ pub fn verify(file: &File, memory: &SavedMemory) -> Result<(), MemoryFileError> 
 /// chunks for which `is_verified` returns `true`; its arguments are the chunk number and the
 /// chunk's range in memory.
 pub(crate) fn verify_by(
-    memory: &SavedMemory,
+    memory: &SavedMemoryFile,
     is_verified: impl Fn(usize, &Range<u64>) -> bool,
     read: impl Fn(&mut [u8], u64) -> io::Result<()>,
 ) -> Result<(), MemoryFileError> {

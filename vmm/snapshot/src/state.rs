@@ -16,27 +16,27 @@ pub struct SavedMachine {
     /// without dashes. No option is a path.
     pub options: BTreeMap<String, String>,
     /// Properties of the machine other than its devices.
-    pub shape: MachineShape,
+    pub shape: SavedMachineProperties,
     /// Filter of the events that the guest may count.
-    pub filter: SavedFilter,
+    pub filter: SavedEventFilter,
     /// State that the VMM keeps about the guest's kernel.
-    pub kernel: SavedKernel,
+    pub kernel: SavedGuestKernel,
     /// Interrupt controllers, timer and clock of KVM.
-    pub vm: SavedVm,
+    pub vm: SavedKvmDevices,
     /// State of each present vCPU, in ascending order of their numbers.
     pub vcpus: Vec<SavedVcpu>,
     /// Emulated devices other than virtio devices.
-    pub board: SavedBoard,
+    pub board: SavedLegacyDevices,
     /// Virtio devices in the order of their PCI device numbers.
     pub devices: Vec<SavedDevice>,
     /// Size and checksums of the memory file.
-    pub memory: SavedMemory,
+    pub memory: SavedMemoryFile,
 }
 
 /// Properties of a machine that must be identical when it is restored.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub struct MachineShape {
+pub struct SavedMachineProperties {
     /// Number of vCPUs at the start of the VM.
     pub vcpus_at_start: u8,
     /// Maximum number of vCPUs.
@@ -54,7 +54,7 @@ pub struct MachineShape {
 /// Filter of the events that the guest may count.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub struct SavedFilter {
+pub struct SavedEventFilter {
     /// `true` if only the listed events are allowed, `false` if only the listed events are denied.
     pub allows: bool,
     /// Bitmap of the fixed counters that the filter lists.
@@ -67,7 +67,7 @@ pub struct SavedFilter {
 /// State that the VMM keeps about the guest's kernel.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub struct SavedKernel {
+pub struct SavedGuestKernel {
     /// Format of the image that was loaded: `linux`, `multiboot` or `pvh`.
     pub format: String,
     /// Guest-physical range of the kernel's segments: start and end.
@@ -126,7 +126,7 @@ pub struct SavedRdpmcSite {
 /// Interrupt controllers, timer and clock of KVM.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub struct SavedVm {
+pub struct SavedKvmDevices {
     /// States of the master PIC, the slave PIC and the I/O APIC (`struct kvm_irqchip`).
     pub irqchips: Vec<Base64Bytes>,
     /// State of the programmable interval timer (`struct kvm_pit_state2`).
@@ -177,7 +177,7 @@ pub struct SavedVcpuPmu {
     /// Bits of IA32_DEBUGCTL that KVM stores.
     pub debug_control: u64,
     /// PMI that the guest is still handling: `none`, `nmi`, or a vector number.
-    pub handled_pmi: SavedPmi,
+    pub handled_pmi: SavedInServicePmi,
     /// Most recent emulated RDPMC, if the guest has not executed an instruction after it.
     pub last_rdpmc: Option<SavedRdpmc>,
     /// `true` if an NMI was sent for a PMI since the last emulated RDPMC.
@@ -199,7 +199,7 @@ pub struct SavedVcpuPmu {
 /// PMI that a guest is handling.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
-pub enum SavedPmi {
+pub enum SavedInServicePmi {
     /// The guest is not handling a PMI.
     #[default]
     None,
@@ -225,7 +225,7 @@ pub struct SavedRdpmc {
 /// State of the emulated devices other than virtio devices.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub struct SavedBoard {
+pub struct SavedLegacyDevices {
     /// State of the serial port.
     pub serial: SavedSerial,
     /// Value of the CMOS index register.
@@ -350,20 +350,20 @@ pub struct SavedQueue {
 /// Size and checksums of the memory file.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub struct SavedMemory {
+pub struct SavedMemoryFile {
     /// Size of guest RAM, and of the file, in bytes.
     pub bytes: u64,
     /// CRC-32 of each chunk of [`crate::memory::CHUNK_BYTES`]; the last one may be shorter.
     pub crcs: Vec<u32>,
     /// Base of a diff; `None` if the memory file contains all memory.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub base: Option<SavedBase>,
+    pub base: Option<SavedDiffBase>,
 }
 
 /// Base of a diff, and the ranges of memory that the diff itself contains.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub struct SavedBase {
+pub struct SavedDiffBase {
     /// CRC-32 at the end of the base's state file.
     pub state_crc: u32,
     /// Ranges in ascending order: offset and length in bytes.

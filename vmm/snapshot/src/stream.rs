@@ -22,8 +22,8 @@ use crate::memory::CHUNK_BYTES;
 
 /// First bytes of a stream: magic, version of this protocol, and two zeros.
 pub const PREAMBLE: [u8; 8] = *b"PVMG\x01\0\0\0";
-/// Name of the optional field of the state file in [`StreamMessage::State`] that contains the data
-/// of the metadata service.
+/// Name of the optional field of the state file in [`MigrationStreamMessage::State`] that contains
+/// the data of the metadata service.
 pub const METADATA_FIELD: &str = "_metadata";
 /// Maximum number of rounds in which memory is sent.
 pub const MAX_ROUNDS: u32 = 64;
@@ -64,7 +64,7 @@ pub struct MigrationDestination {
 
 /// A message from the source or the destination.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum StreamMessage<'a> {
+pub enum MigrationStreamMessage<'a> {
     /// First message from the source, which describes the VM.
     Hello(MigrationHello),
     /// State of the VM without registers, from the source, for checks before the VM is paused.
@@ -229,22 +229,29 @@ pub fn read_preamble(stream: &mut impl Read, read: usize) -> Result<(), Migratio
 /// # Errors
 /// Returns [`MigrationStreamError::Text`] if the message cannot be encoded, and an error if writing
 /// to the connection fails.
-pub fn send(stream: &mut impl Write, message: &StreamMessage<'_>) -> Result<(), MigrationStreamError> {
+pub fn send(
+    stream: &mut impl Write,
+    message: &MigrationStreamMessage<'_>,
+) -> Result<(), MigrationStreamError> {
     match message {
-        StreamMessage::Hello(hello) => send_frame(stream, kind::HELLO, &[], &to_text(hello)?),
-        StreamMessage::Machine(state) => send_frame(stream, kind::MACHINE, &[], state),
-        StreamMessage::Pages { offset, data } => send_frame(stream, kind::PAGES, &offset.to_le_bytes(), data),
-        StreamMessage::Zeros { offset, bytes } => {
+        MigrationStreamMessage::Hello(hello) => send_frame(stream, kind::HELLO, &[], &to_text(hello)?),
+        MigrationStreamMessage::Machine(state) => send_frame(stream, kind::MACHINE, &[], state),
+        MigrationStreamMessage::Pages { offset, data } => {
+            send_frame(stream, kind::PAGES, &offset.to_le_bytes(), data)
+        }
+        MigrationStreamMessage::Zeros { offset, bytes } => {
             send_frame(stream, kind::ZEROS, &offset.to_le_bytes(), &bytes.to_le_bytes())
         }
-        StreamMessage::RoundEnd => send_frame(stream, kind::ROUND_END, &[], &[]),
-        StreamMessage::State(state) => send_frame(stream, kind::STATE, &[], state),
-        StreamMessage::Run { paused } => send_frame(stream, kind::RUN, &[], &[u8::from(*paused)]),
-        StreamMessage::Accepted => send_frame(stream, kind::ACCEPTED, &[], &[]),
-        StreamMessage::Received => send_frame(stream, kind::RECEIVED, &[], &[]),
-        StreamMessage::Ready => send_frame(stream, kind::READY, &[], &[]),
-        StreamMessage::Running(arrival) => send_frame(stream, kind::RUNNING, &[], &to_text(arrival)?),
-        StreamMessage::Failed(why) => {
+        MigrationStreamMessage::RoundEnd => send_frame(stream, kind::ROUND_END, &[], &[]),
+        MigrationStreamMessage::State(state) => send_frame(stream, kind::STATE, &[], state),
+        MigrationStreamMessage::Run { paused } => send_frame(stream, kind::RUN, &[], &[u8::from(*paused)]),
+        MigrationStreamMessage::Accepted => send_frame(stream, kind::ACCEPTED, &[], &[]),
+        MigrationStreamMessage::Received => send_frame(stream, kind::RECEIVED, &[], &[]),
+        MigrationStreamMessage::Ready => send_frame(stream, kind::READY, &[], &[]),
+        MigrationStreamMessage::Running(arrival) => {
+            send_frame(stream, kind::RUNNING, &[], &to_text(arrival)?)
+        }
+        MigrationStreamMessage::Failed(why) => {
             let end = why.floor_char_boundary(MAX_TEXT_BYTES);
             send_frame(stream, kind::FAILED, &[], &why.as_bytes()[..end])
         }
@@ -284,8 +291,8 @@ pub struct MigrationMessageReader<R> {
 }
 
 impl<R: Read> MigrationMessageReader<R> {
-    /// Creates a reader that rejects all memory until [`MigrationMessageReader::set_memory_bytes`] is
-    /// called.
+    /// Creates a reader that rejects all memory until [`MigrationMessageReader::set_memory_bytes`]
+    /// is called.
     pub fn new(stream: R) -> Self {
         Self {
             stream,
@@ -308,7 +315,7 @@ impl<R: Read> MigrationMessageReader<R> {
     ///
     /// # Errors
     /// Returns a [`MigrationStreamError`] if the connection is closed or the message is invalid.
-    pub fn receive(&mut self) -> Result<StreamMessage<'_>, MigrationStreamError> {
+    pub fn receive(&mut self) -> Result<MigrationStreamMessage<'_>, MigrationStreamError> {
         let mut header = [0; HEADER_BYTES];
         self.stream.read_exact(&mut header)?;
         let number = |at: usize| {
@@ -337,28 +344,28 @@ impl<R: Read> MigrationMessageReader<R> {
             bytes.map_or(0, |bytes| u64::from_le_bytes(*bytes))
         };
         Ok(match frame {
-            kind::HELLO => StreamMessage::Hello(text(payload)?),
-            kind::MACHINE => StreamMessage::Machine(payload),
+            kind::HELLO => MigrationStreamMessage::Hello(text(payload)?),
+            kind::MACHINE => MigrationStreamMessage::Machine(payload),
             kind::PAGES => {
                 let (offset, data) = (number(0), &payload[OFFSET_BYTES..]);
                 check_range(offset, data.len() as u64, self.memory_bytes)?;
-                StreamMessage::Pages { offset, data }
+                MigrationStreamMessage::Pages { offset, data }
             }
             kind::ZEROS => {
                 let (offset, bytes) = (number(0), number(OFFSET_BYTES));
                 check_range(offset, bytes, self.memory_bytes)?;
-                StreamMessage::Zeros { offset, bytes }
+                MigrationStreamMessage::Zeros { offset, bytes }
             }
-            kind::ROUND_END => StreamMessage::RoundEnd,
-            kind::STATE => StreamMessage::State(payload),
-            kind::RUN => StreamMessage::Run {
+            kind::ROUND_END => MigrationStreamMessage::RoundEnd,
+            kind::STATE => MigrationStreamMessage::State(payload),
+            kind::RUN => MigrationStreamMessage::Run {
                 paused: payload != [0],
             },
-            kind::ACCEPTED => StreamMessage::Accepted,
-            kind::RECEIVED => StreamMessage::Received,
-            kind::READY => StreamMessage::Ready,
-            kind::RUNNING => StreamMessage::Running(text(payload)?),
-            kind::FAILED => StreamMessage::Failed(String::from_utf8_lossy(payload).into_owned()),
+            kind::ACCEPTED => MigrationStreamMessage::Accepted,
+            kind::RECEIVED => MigrationStreamMessage::Received,
+            kind::READY => MigrationStreamMessage::Ready,
+            kind::RUNNING => MigrationStreamMessage::Running(text(payload)?),
+            kind::FAILED => MigrationStreamMessage::Failed(String::from_utf8_lossy(payload).into_owned()),
             other => return Err(MigrationStreamError::Kind(other)),
         })
     }

@@ -11,7 +11,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use super::procfs::{ThreadAccounting, vcpu_threads};
-use crate::host::StopCallback;
+use crate::host::StopRequestedCheck;
 use control_api::client::{Client, ClientError};
 use control_api::protocol::{SnapshotId, VcpuView, VmGuestCounters};
 use control_api::request;
@@ -45,7 +45,7 @@ pub(crate) const SHARE_POLICIES: [SharePolicy; 3] = [
 
 /// Error returned when a VM cannot be measured.
 #[derive(Debug, thiserror::Error)]
-pub enum ChildError {
+pub enum MeasurementError {
     /// Starting the VM or writing to it failed.
     #[error("{0}")]
     Io(&'static str, #[source] std::io::Error),
@@ -103,15 +103,15 @@ pub struct ChildVm {
     name: String,
     client: Option<Client>,
     threads: Vec<u32>,
-    signals: StopCallback,
+    signals: StopRequestedCheck,
 }
 
 impl ChildVm {
     /// Starts `perfvisor run` with `arguments` and a unique VM name.
     ///
     /// # Errors
-    /// Returns [`ChildError::Io`] if the program cannot be started.
-    pub fn start(arguments: &[String], signals: &StopCallback) -> Result<Self, ChildError> {
+    /// Returns [`MeasurementError::Io`] if the program cannot be started.
+    pub fn start(arguments: &[String], signals: &StopRequestedCheck) -> Result<Self, MeasurementError> {
         let program = std::env::current_exe().unwrap_or_else(|_| PathBuf::from("/proc/self/exe"));
         Self::start_with(Command::new(program), arguments, signals)
     }
@@ -120,8 +120,8 @@ impl ChildVm {
     fn start_with(
         mut program: Command,
         arguments: &[String],
-        signals: &StopCallback,
-    ) -> Result<Self, ChildError> {
+        signals: &StopRequestedCheck,
+    ) -> Result<Self, MeasurementError> {
         static STARTED: AtomicU32 = AtomicU32::new(0);
         let nth = STARTED.fetch_add(1, Ordering::Relaxed);
         let name = format!("validate-{}-{nth}", std::process::id());
@@ -133,8 +133,9 @@ impl ChildVm {
             .stdout(Stdio::piped())
             .stderr(Stdio::piped())
             .spawn()
-            .map_err(|e| ChildError::Io("starting perfvisor run", e))?;
-        let missing = || ChildError::Io("starting perfvisor run", std::io::ErrorKind::BrokenPipe.into());
+            .map_err(|e| MeasurementError::Io("starting perfvisor run", e))?;
+        let missing =
+            || MeasurementError::Io("starting perfvisor run", std::io::ErrorKind::BrokenPipe.into());
         let stdin = child.stdin.take().ok_or_else(missing)?;
         let stdout = child.stdout.take().ok_or_else(missing)?;
         let stderr = child.stderr.take().ok_or_else(missing)?;
@@ -145,7 +146,7 @@ impl ChildVm {
             thread::Builder::new()
                 .name(name.into())
                 .spawn(work)
-                .map_err(|e| ChildError::Io("starting a thread", e))
+                .map_err(|e| MeasurementError::Io("starting a thread", e))
         };
         let mut vm = Self {
             child,
@@ -170,18 +171,18 @@ impl ChildVm {
     /// Reads console lines until `wanted` returns a value.
     ///
     /// # Errors
-    /// Returns [`ChildError::Ended`] if the VM exits and [`ChildError::Silent`] after the time
-    /// limit.
+    /// Returns [`MeasurementError::Ended`] if the VM exits and [`MeasurementError::Silent`] after
+    /// the time limit.
     pub fn wait_for<T>(
         &mut self,
         limit: Duration,
         what: &str,
         mut wanted: impl FnMut(&str) -> Option<T>,
-    ) -> Result<T, ChildError> {
+    ) -> Result<T, MeasurementError> {
         let until = Instant::now() + limit;
         loop {
             if (self.signals)() {
-                return Err(ChildError::Interrupted);
+                return Err(MeasurementError::Interrupted);
             }
             let left = until.saturating_duration_since(Instant::now());
             match self.lines.recv_timeout(left.min(SIGNAL_CHECK_INTERVAL)) {
@@ -197,7 +198,7 @@ impl ChildVm {
                 }
                 Err(RecvTimeoutError::Timeout) if left > SIGNAL_CHECK_INTERVAL => {}
                 Err(RecvTimeoutError::Timeout) => {
-                    return Err(ChildError::Silent(limit.as_secs(), what.to_owned()));
+                    return Err(MeasurementError::Silent(limit.as_secs(), what.to_owned()));
                 }
                 Err(RecvTimeoutError::Disconnected) => return Err(self.ended(what)),
             }
@@ -205,14 +206,14 @@ impl ChildVm {
     }
 
     /// Returns the error for a VM whose console is closed.
-    fn ended(&mut self, doing: &str) -> ChildError {
+    fn ended(&mut self, doing: &str) -> MeasurementError {
         let status = self.wait(END_TIMEOUT).unwrap_or(-1);
         // Ctrl-C is sent to the VM too, which may exit before this process handles the signal.
         if (self.signals)() {
-            return ChildError::Interrupted;
+            return MeasurementError::Interrupted;
         }
         let messages = self.messages.lock().unwrap_or_else(PoisonError::into_inner);
-        ChildError::Ended {
+        MeasurementError::Ended {
             status,
             doing: doing.to_owned(),
             messages: messages.iter().cloned().collect(),
@@ -223,38 +224,38 @@ impl ChildVm {
     /// Instructs the guest to end, and waits until the VM has exited with status 0.
     ///
     /// # Errors
-    /// Returns [`ChildError::Ended`] for any other status.
-    pub fn end(mut self, limit: Duration) -> Result<(), ChildError> {
+    /// Returns [`MeasurementError::Ended`] for any other status.
+    pub fn end(mut self, limit: Duration) -> Result<(), MeasurementError> {
         let doing = "it was told to end";
         self.type_line("end")?;
         match self.wait(limit) {
             Some(0) => Ok(()),
             Some(_) => Err(self.ended(doing)),
-            None => Err(ChildError::Silent(limit.as_secs(), doing.into())),
+            None => Err(MeasurementError::Silent(limit.as_secs(), doing.into())),
         }
     }
 
     /// Types a line on the guest's console.
     ///
     /// # Errors
-    /// Returns [`ChildError::Ended`] if the VM has exited and [`ChildError::Io`] if the write
-    /// fails.
-    pub fn type_line(&mut self, line: &str) -> Result<(), ChildError> {
+    /// Returns [`MeasurementError::Ended`] if the VM has exited and [`MeasurementError::Io`] if the
+    /// write fails.
+    pub fn type_line(&mut self, line: &str) -> Result<(), MeasurementError> {
         let sent = self
             .stdin
             .write_all(format!("{line}\n").as_bytes())
             .and_then(|()| self.stdin.flush());
         match sent {
             Err(e) if e.kind() == std::io::ErrorKind::BrokenPipe => Err(self.ended("it was typed to")),
-            other => other.map_err(|e| ChildError::Io("writing to the guest's console", e)),
+            other => other.map_err(|e| MeasurementError::Io("writing to the guest's console", e)),
         }
     }
 
     /// Returns the connection to the VM's control socket, and connects at first use.
     ///
     /// # Errors
-    /// Returns [`ChildError::Client`] if the connection fails.
-    pub fn client(&mut self) -> Result<&mut Client, ChildError> {
+    /// Returns [`MeasurementError::Client`] if the connection fails.
+    pub fn client(&mut self) -> Result<&mut Client, MeasurementError> {
         if self.client.is_none() {
             self.client = Some(self.connect()?);
         }
@@ -267,16 +268,16 @@ impl ChildVm {
     /// Sets the sharing policy of the VM.
     ///
     /// # Errors
-    /// Returns [`ChildError::Client`] if the request fails.
-    pub fn share(&mut self, policy: SharePolicy) -> Result<(), ChildError> {
+    /// Returns [`MeasurementError::Client`] if the request fails.
+    pub fn share(&mut self, policy: SharePolicy) -> Result<(), MeasurementError> {
         Ok(self.client()?.call(request::Share { policy })?)
     }
 
     /// Opens another connection to the VM's control socket.
     ///
     /// # Errors
-    /// Returns [`ChildError::Client`] if the connection fails.
-    pub fn connect(&mut self) -> Result<Client, ChildError> {
+    /// Returns [`MeasurementError::Client`] if the connection fails.
+    pub fn connect(&mut self) -> Result<Client, MeasurementError> {
         let until = Instant::now() + SOCKET_TIMEOUT;
         loop {
             match Client::connect(Some(&self.name)) {
@@ -291,15 +292,15 @@ impl ChildVm {
     /// Returns the host kernel's accounting data for each vCPU thread.
     ///
     /// # Errors
-    /// Returns [`ChildError::Io`] if the kernel does not provide the data.
-    pub fn facts(&mut self) -> Result<Vec<ThreadAccounting>, ChildError> {
+    /// Returns [`MeasurementError::Io`] if the kernel does not provide the data.
+    pub fn facts(&mut self) -> Result<Vec<ThreadAccounting>, MeasurementError> {
         let pid = self.child.id();
         if self.threads.is_empty() {
             self.threads = vcpu_threads(pid);
         }
         let unknown = || {
             let e = std::io::Error::other("no schedstat of the vCPU's thread");
-            ChildError::Io("reading /proc", e)
+            MeasurementError::Io("reading /proc", e)
         };
         self.threads
             .iter()
@@ -310,8 +311,8 @@ impl ChildVm {
     /// Returns the host's view of the guest's counters, ordered by vCPU.
     ///
     /// # Errors
-    /// Returns a [`ChildError`] if the request fails or is not completed in time.
-    pub fn views(&mut self) -> Result<Vec<VcpuView>, ChildError> {
+    /// Returns a [`MeasurementError`] if the request fails or is not completed in time.
+    pub fn views(&mut self) -> Result<Vec<VcpuView>, MeasurementError> {
         let until = Instant::now() + VIEW_TIMEOUT;
         let client = self.client()?;
         let asked: SnapshotId = client.call(request::GuestView)?;
@@ -325,7 +326,7 @@ impl ChildVm {
             }
             if Instant::now() > until {
                 let what = "its vCPUs were asked for their counters".to_owned();
-                return Err(ChildError::Silent(VIEW_TIMEOUT.as_secs(), what));
+                return Err(MeasurementError::Silent(VIEW_TIMEOUT.as_secs(), what));
             }
             thread::sleep(Duration::from_millis(1));
         }

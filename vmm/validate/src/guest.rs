@@ -16,9 +16,9 @@ use perf_core::record::{DecodedRecord, RecordFormat};
 use perf_core::ring::RingReader;
 use serde::Deserialize;
 
-use super::child::{ChildError, ChildVm};
+use super::child::{ChildVm, MeasurementError};
 use super::procfs::ThreadAccounting;
-use crate::host::StopCallback;
+use crate::host::StopRequestedCheck;
 use control_api::protocol::{
     EventReading, OpenedEvent, RequestError, SampleRingInfo, SamplingParams, VcpuView,
 };
@@ -113,7 +113,7 @@ impl MeasurementJob {
 
 /// Counts and PMI statistics of one guest CPU.
 #[derive(Clone, Debug, Deserialize)]
-pub struct CpuResult {
+pub struct GuestCpuResult {
     /// Duration of the work, in TSC ticks.
     pub tsc: u64,
     /// Values of the general-purpose counters.
@@ -145,7 +145,7 @@ enum GuestReply {
     Done,
     Refused,
     Result {
-        cpus: Vec<CpuResult>,
+        cpus: Vec<GuestCpuResult>,
     },
     #[serde(other)]
     Other,
@@ -153,14 +153,14 @@ enum GuestReply {
 
 /// An operator's events during a measurement.
 #[derive(Clone, Copy, Debug)]
-pub struct OperatorEvents<'a> {
+pub struct OperatorEventConfig<'a> {
     /// Event list in perf's syntax.
     pub events: &'a str,
     /// Sampling period, or `None` for counting.
     pub period: Option<u64>,
 }
 
-impl<'a> OperatorEvents<'a> {
+impl<'a> OperatorEventConfig<'a> {
     /// Specifies that `events` are counted without sampling.
     pub fn counting(events: &'a str) -> Self {
         Self { events, period: None }
@@ -169,7 +169,7 @@ impl<'a> OperatorEvents<'a> {
 
 /// Results of the operator's events during a measurement.
 #[derive(Debug)]
-pub struct OperatorResults {
+pub struct OperatorEventResults {
     /// Events that the VM opened for the operator, or the VM's error if it refused them.
     pub opened: Result<Vec<OpenedEvent>, RequestError>,
     /// Counts of the operator's events.
@@ -180,7 +180,7 @@ pub struct OperatorResults {
     pub lost: u64,
 }
 
-impl OperatorResults {
+impl OperatorEventResults {
     /// Returns the reading of event `index` of the list on vCPU `vcpu`.
     pub fn reading(&self, index: u32, vcpu: u32) -> Option<&EventReading> {
         let opened = self.opened.as_ref().ok()?;
@@ -196,7 +196,7 @@ impl OperatorResults {
 #[derive(Debug)]
 pub struct Measurement {
     /// Results of each guest CPU.
-    pub cpus: Vec<CpuResult>,
+    pub cpus: Vec<GuestCpuResult>,
     /// The host's view of the counters before the measurement.
     pub before: Vec<VcpuView>,
     /// The host's view of the counters after the measurement.
@@ -206,7 +206,7 @@ pub struct Measurement {
     /// CPU time of an empty measurement, in ns.
     pub overhead_ns: u64,
     /// Results of the operator's events, if an operator took part in the measurement.
-    pub operator: Option<OperatorResults>,
+    pub operator: Option<OperatorEventResults>,
 }
 
 impl Measurement {
@@ -249,8 +249,8 @@ impl MeasuringGuest {
     /// Starts the guest in a VM of `perfvisor run` with `arguments`.
     ///
     /// # Errors
-    /// Returns a [`ChildError`] if the VM or its guest does not start.
-    pub fn start(arguments: &[&str], signals: &StopCallback) -> Result<Self, ChildError> {
+    /// Returns a [`MeasurementError`] if the VM or its guest does not start.
+    pub fn start(arguments: &[&str], signals: &StopRequestedCheck) -> Result<Self, MeasurementError> {
         let mut all = vec!["--builtin", "validate", "--memory", "128M"];
         all.extend_from_slice(arguments);
         let all: Vec<String> = all.into_iter().map(str::to_owned).collect();
@@ -258,7 +258,7 @@ impl MeasuringGuest {
     }
 
     /// Waits for the guest's greeting in a VM that was just started.
-    fn wait_for_greeting(mut vm: ChildVm) -> Result<Self, ChildError> {
+    fn wait_for_greeting(mut vm: ChildVm) -> Result<Self, MeasurementError> {
         let hello = vm.wait_for(START_TIMEOUT, "it was started", |line| match parse(line) {
             Some(GuestReply::Hello(hello)) => Some(hello),
             _ => None,
@@ -272,7 +272,7 @@ impl MeasuringGuest {
         })
     }
 
-    fn step(&mut self, what: &str) -> Result<GuestReply, ChildError> {
+    fn step(&mut self, what: &str) -> Result<GuestReply, MeasurementError> {
         self.vm.wait_for(COMMAND_TIMEOUT, what, |line| {
             parse(line).filter(|said| !matches!(said, GuestReply::Other))
         })
@@ -281,14 +281,15 @@ impl MeasuringGuest {
     /// Runs a measurement, with optional operator events.
     ///
     /// # Errors
-    /// Returns a [`ChildError`] if the VM exits, does not respond, or sends an unexpected reply.
+    /// Returns a [`MeasurementError`] if the VM exits, does not respond, or sends an unexpected
+    /// reply.
     pub fn measure(
         &mut self,
         job: &MeasurementJob,
-        operator: Option<OperatorEvents<'_>>,
-    ) -> Result<Measurement, ChildError> {
+        operator: Option<OperatorEventConfig<'_>>,
+    ) -> Result<Measurement, MeasurementError> {
         let line = job.line();
-        let wrong = |said: &GuestReply| Err(ChildError::Answer(format!("{said:?} to \"{line}\"")));
+        let wrong = |said: &GuestReply| Err(MeasurementError::Answer(format!("{said:?} to \"{line}\"")));
         self.vm.type_line(&line)?;
         match self.step(&line)? {
             GuestReply::Ready => {}
@@ -332,8 +333,8 @@ impl MeasuringGuest {
     /// Ends the guest and checks that the VM exited successfully.
     ///
     /// # Errors
-    /// Returns [`ChildError::Ended`] for a status other than 0.
-    pub fn end(self) -> Result<(), ChildError> {
+    /// Returns [`MeasurementError::Ended`] for a status other than 0.
+    pub fn end(self) -> Result<(), MeasurementError> {
         self.vm.end(Duration::from_secs(10))
     }
 }
@@ -353,7 +354,10 @@ pub(super) struct OpenOperatorEvents {
 }
 
 impl OpenOperatorEvents {
-    pub(super) fn open(vm: &mut ChildVm, operator: OperatorEvents<'_>) -> Result<Self, ChildError> {
+    pub(super) fn open(
+        vm: &mut ChildVm,
+        operator: OperatorEventConfig<'_>,
+    ) -> Result<Self, MeasurementError> {
         let client = vm.client()?;
         let opened: Result<Vec<OpenedEvent>, _> = client.call(request::Open {
             events: operator.events.to_owned(),
@@ -387,7 +391,7 @@ impl OpenOperatorEvents {
                 overwrite: false,
             };
             let (info, memfd): (SampleRingInfo, File) = client.call_with_file(call)?;
-            let reader = RingReader::map(memfd.as_fd()).map_err(ChildError::Ring)?;
+            let reader = RingReader::map(memfd.as_fd()).map_err(MeasurementError::Ring)?;
             ring = Some((reader, info));
         }
         let () = client.call(request::Enable)?;
@@ -397,9 +401,9 @@ impl OpenOperatorEvents {
         })
     }
 
-    pub(super) fn close(&mut self, vm: &mut ChildVm) -> Result<OperatorResults, ChildError> {
+    pub(super) fn close(&mut self, vm: &mut ChildVm) -> Result<OperatorEventResults, MeasurementError> {
         let client = vm.client()?;
-        let mut saw = OperatorResults {
+        let mut saw = OperatorEventResults {
             opened: self.opened.clone(),
             readings: Vec::new(),
             samples: Vec::new(),

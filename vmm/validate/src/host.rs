@@ -3,12 +3,12 @@
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use perf_core::pmu::host::HostProbe;
+use perf_core::pmu::host::HostPerfCapabilities;
 use serde::Serialize;
 use vpmu::ArchEvent;
 
 /// Callback that returns `true` once the user has requested to stop.
-pub type StopCallback = Arc<dyn Fn() -> bool + Send + Sync>;
+pub type StopRequestedCheck = Arc<dyn Fn() -> bool + Send + Sync>;
 
 /// Options of a validation run.
 #[derive(Clone, Debug)]
@@ -56,7 +56,7 @@ pub struct HostProperties {
     /// (slots).
     pub slots: String,
     /// Properties of the host's perf events, as probed.
-    pub probe: HostProbe,
+    pub probe: HostPerfCapabilities,
     /// Reason the host's PMU cannot count for guests (hardware backing).
     pub no_hardware: Option<String>,
     /// Reason the clock cannot be used to estimate counts for guests (clock backing).

@@ -79,14 +79,14 @@ impl std::fmt::Display for Verdict {
 
 /// An expected value and its tolerance.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Expectation {
+pub struct ExpectedCount {
     /// The expected value.
     pub value: u64,
     /// Permitted deviation of a count from the expected value.
     pub tolerance: Tolerance,
 }
 
-impl Expectation {
+impl ExpectedCount {
     /// Creates an expectation.
     pub fn new(value: u64, tolerance: Tolerance) -> Self {
         Self { value, tolerance }
@@ -99,15 +99,15 @@ pub struct CountComparison {
     /// Count in the guest, or `None` if the guest did not count.
     pub guest: Option<u64>,
     /// Count on the host, and the permitted deviation of the guest from it.
-    pub host: Option<Expectation>,
+    pub host: Option<ExpectedCount>,
     /// Expected count from an independent source, if any.
-    pub expected: Option<Expectation>,
+    pub expected: Option<ExpectedCount>,
 }
 
 impl CountComparison {
     /// Creates a comparison of a count in the guest with an expected count, without a count on the
     /// host.
-    pub fn of_guest(guest: Option<u64>, expected: Expectation) -> Self {
+    pub fn of_guest(guest: Option<u64>, expected: ExpectedCount) -> Self {
         Self {
             guest,
             host: None,
@@ -178,11 +178,11 @@ mod tests {
     fn evidence(guest: u64, host: u64, expected: u64, tolerance: Tolerance) -> CountComparison {
         CountComparison {
             guest: Some(guest),
-            host: Some(Expectation {
+            host: Some(ExpectedCount {
                 value: host,
                 tolerance: Tolerance::Exact,
             }),
-            expected: Some(Expectation {
+            expected: Some(ExpectedCount {
                 value: expected,
                 tolerance,
             }),

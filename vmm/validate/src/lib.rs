@@ -43,27 +43,29 @@ pub mod report;
 
 use std::time::Instant;
 
-use child::ChildError;
-pub use host::{HostProperties, KvmSummary, LinuxFiles, StopCallback, ValidateOptions};
-use report::{GuestKind, ReportSummary, RowCollector, ValidationReport, ValidationRow};
+use child::MeasurementError;
+pub use host::{HostProperties, KvmSummary, LinuxFiles, StopRequestedCheck, ValidateOptions};
+use report::{
+    ValidationGuestKind, ValidationReport, ValidationRow, ValidationRowCollector, ValidationSummary,
+};
 
 /// Runs all measurements and passes each final row to `on_row`.
 ///
 /// # Errors
-/// Returns a [`ChildError`] if a guest cannot be measured at all.
+/// Returns a [`MeasurementError`] if a guest cannot be measured at all.
 pub fn run(
     options: &ValidateOptions,
     host: &HostProperties,
-    stop: &StopCallback,
+    stop: &StopRequestedCheck,
     on_row: &mut dyn FnMut(&ValidationRow),
-) -> Result<ValidationReport, ChildError> {
+) -> Result<ValidationReport, MeasurementError> {
     let start = Instant::now();
     let builtin = builtin::Builtin {
         options,
         host,
         signals: stop,
     };
-    let mut rows = RowCollector::new(on_row);
+    let mut rows = ValidationRowCollector::new(on_row);
     builtin.rows(&mut rows)?;
     let mut summary = summary(host);
     if let Some(files) = &options.linux {
@@ -73,7 +75,7 @@ pub fn run(
             signals: stop,
             files,
         };
-        rows.set_guest(GuestKind::Linux);
+        rows.set_guest(ValidationGuestKind::Linux);
         linux.rows(&mut rows, &mut summary)?;
     }
     summary.guest_tsc_hz = host.tsc_hz;
@@ -82,14 +84,14 @@ pub fn run(
     Ok(ValidationReport::new(rows.into_vec(), summary))
 }
 
-fn summary(host: &HostProperties) -> ReportSummary {
+fn summary(host: &HostProperties) -> ValidationSummary {
     let read = |path: &str| std::fs::read_to_string(path).unwrap_or_default();
     let cpuinfo = read("/proc/cpuinfo");
     let field = |name: &str| {
         let line = cpuinfo.lines().find(|line| line.starts_with(name))?;
         Some(line.split_once(':')?.1.trim().to_owned())
     };
-    ReportSummary {
+    ValidationSummary {
         perfvisor: env!("CARGO_PKG_VERSION").into(),
         host_kernel: read("/proc/sys/kernel/osrelease").trim().to_owned(),
         host_cpu: field("model name").unwrap_or_else(|| "unknown processor".into()),
@@ -103,6 +105,6 @@ fn summary(host: &HostProperties) -> ReportSummary {
         },
         perf_event_paranoid: host.probe.paranoid,
         pmu: host.guest_pmu.clone(),
-        ..ReportSummary::default()
+        ..ValidationSummary::default()
     }
 }

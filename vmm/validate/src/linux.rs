@@ -11,12 +11,12 @@ mod sampling;
 use std::fmt::Write as _;
 use std::time::Duration;
 
-use super::child::{ChildError, ChildVm};
-use super::guest::{OpenOperatorEvents, OperatorEvents, OperatorResults};
-use super::judge::Expectation;
+use super::child::{ChildVm, MeasurementError};
+use super::guest::{OpenOperatorEvents, OperatorEventConfig, OperatorEventResults};
+use super::judge::ExpectedCount;
 use super::procfs::ThreadAccounting;
-use super::report::{ReportSummary, RowCollector};
-use crate::host::StopCallback;
+use super::report::{ValidationRowCollector, ValidationSummary};
+use crate::host::StopRequestedCheck;
 use crate::host::{HostProperties, LinuxFiles, ValidateOptions};
 use crate::judge::whole;
 use control_api::protocol::VcpuView;
@@ -50,7 +50,7 @@ fn perf_stat_of(arguments: &str, command: &str) -> String {
 pub(super) struct Linux<'a> {
     pub options: &'a ValidateOptions,
     pub host: &'a HostProperties,
-    pub signals: &'a StopCallback,
+    pub signals: &'a StopRequestedCheck,
     pub files: &'a LinuxFiles,
 }
 
@@ -78,16 +78,16 @@ struct Gate {
     before: Vec<VcpuView>,
     after: Vec<VcpuView>,
     facts: Vec<ThreadAccounting>,
-    operator: Option<OperatorResults>,
+    operator: Option<OperatorEventResults>,
 }
 
 impl Linux<'_> {
     /// Runs all measurements with the Linux guest, and adds their rows to `rows`.
     pub(super) fn rows(
         &self,
-        rows: &mut RowCollector<'_>,
-        summary: &mut ReportSummary,
-    ) -> Result<(), ChildError> {
+        rows: &mut ValidationRowCollector<'_>,
+        summary: &mut ValidationSummary,
+    ) -> Result<(), MeasurementError> {
         let backing = if self.options.own_pmu {
             "kvm"
         } else if self.host.no_hardware.is_none() {
@@ -123,7 +123,7 @@ impl Linux<'_> {
         Ok(())
     }
 
-    fn start(&self, backing: &str, cpus: &str, words: &str) -> Result<LinuxGuest, ChildError> {
+    fn start(&self, backing: &str, cpus: &str, words: &str) -> Result<LinuxGuest, MeasurementError> {
         log::info!("Linux guest, {cpus} CPUs, backing {backing}");
         let cmdline = format!(
             "console=ttyS0 tsc=reliable no_timer_check nokaslr quiet nowatchdog pv.script=validate {words}"
@@ -155,7 +155,7 @@ impl Linux<'_> {
             }
         })?;
         if !ready {
-            return Err(ChildError::Answer(
+            return Err(MeasurementError::Answer(
                 "its initrd has no script \"validate\"; make it anew with make guest".into(),
             ));
         }
@@ -174,8 +174,8 @@ impl LinuxGuest {
         &mut self,
         name: &str,
         command: &str,
-        operator: Option<OperatorEvents<'_>>,
-    ) -> Result<CommandResult, ChildError> {
+        operator: Option<OperatorEventConfig<'_>>,
+    ) -> Result<CommandResult, MeasurementError> {
         self.vm.type_line(&format!("{name} {command}"))?;
         let begin = format!("@@pv begin {name}");
         let end = format!("@@pv end {name} ");
@@ -203,7 +203,7 @@ impl LinuxGuest {
             } else if let Some((_, words)) = line.split_once("@@pv gate end ") {
                 let facts = self.vm.facts()?;
                 let Some((before, start, mut watch)) = open.take() else {
-                    return Err(ChildError::Answer(line));
+                    return Err(MeasurementError::Answer(line));
                 };
                 let operator = watch.as_mut().map(|w| w.close(&mut self.vm)).transpose()?;
                 done.gate = Some(Gate {
@@ -226,7 +226,7 @@ impl LinuxGuest {
     }
 
     /// Ends the guest and checks that the VM exited successfully.
-    fn end(self) -> Result<(), ChildError> {
+    fn end(self) -> Result<(), MeasurementError> {
         self.vm.end(Duration::from_secs(30))
     }
 }
@@ -250,9 +250,9 @@ impl Gate {
     }
 
     /// Returns the result of `Gate::host` as an exact expectation.
-    fn host_exactly(&self, cpu: usize) -> Option<Expectation> {
+    fn host_exactly(&self, cpu: usize) -> Option<ExpectedCount> {
         self.host(cpu)
-            .map(|value| Expectation::new(value, super::judge::Tolerance::Exact))
+            .map(|value| ExpectedCount::new(value, super::judge::Tolerance::Exact))
     }
 }
 

@@ -16,7 +16,7 @@ pub const KNOWN: &str = "counted by hand";
 #[derive(Clone, Debug, Serialize)]
 pub struct ValidationRow {
     /// Type of check.
-    pub check: CheckKind,
+    pub check: ValidationCheckKind,
     /// Name of the event.
     pub event: String,
     /// Mechanism that counts the event (backing): hardware, clock, exact or paravirtual.
@@ -24,7 +24,7 @@ pub struct ValidationRow {
     /// Work that the guest did.
     pub workload: String,
     /// Guest in which the row was measured (built-in or Linux).
-    pub guest_kind: GuestKind,
+    pub guest_kind: ValidationGuestKind,
     /// Count of the event in the guest.
     pub guest: Option<u64>,
     /// Count of the event on the host.
@@ -56,7 +56,7 @@ pub struct ValidationRow {
 /// Type of a check. Each type is a section of the table.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
 #[serde(rename_all = "lowercase")]
-pub enum CheckKind {
+pub enum ValidationCheckKind {
     /// Counting of events for which the PMU has enough counters.
     Counting,
     /// Multiplexing of more events than counters.
@@ -70,7 +70,7 @@ pub enum CheckKind {
 /// Guest in which a row was measured.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
-pub enum GuestKind {
+pub enum ValidationGuestKind {
     /// The guest embedded in the program.
     BuiltIn,
     /// A Linux guest with perf.
@@ -80,7 +80,7 @@ pub enum GuestKind {
 impl ValidationRow {
     /// Creates a row without counts. The row counts as failed until it is judged.
     pub fn new(
-        check: CheckKind,
+        check: ValidationCheckKind,
         event: impl Into<String>,
         backing: &'static str,
         workload: impl Into<String>,
@@ -90,7 +90,7 @@ impl ValidationRow {
             event: event.into(),
             backing,
             workload: workload.into(),
-            guest_kind: GuestKind::BuiltIn,
+            guest_kind: ValidationGuestKind::BuiltIn,
             guest: None,
             host: None,
             expected: None,
@@ -180,24 +180,24 @@ impl ValidationRow {
 }
 
 /// The rows measured so far. Each row is shown when it is added.
-pub struct RowCollector<'a> {
+pub struct ValidationRowCollector<'a> {
     rows: Vec<ValidationRow>,
-    guest_kind: GuestKind,
+    guest_kind: ValidationGuestKind,
     on_row: &'a mut dyn FnMut(&ValidationRow),
 }
 
-impl<'a> RowCollector<'a> {
+impl<'a> ValidationRowCollector<'a> {
     /// Creates an empty collector, which calls `on_row` with each added row.
     pub fn new(on_row: &'a mut dyn FnMut(&ValidationRow)) -> Self {
         Self {
             rows: Vec::new(),
-            guest_kind: GuestKind::BuiltIn,
+            guest_kind: ValidationGuestKind::BuiltIn,
             on_row,
         }
     }
 
     /// Sets the guest of the rows added from now on.
-    pub fn set_guest(&mut self, kind: GuestKind) {
+    pub fn set_guest(&mut self, kind: ValidationGuestKind) {
         self.guest_kind = kind;
     }
 
@@ -225,7 +225,7 @@ impl<'a> RowCollector<'a> {
 /// Description of the host and the guests. Contains the information needed for a bug report and no
 /// sensitive data.
 #[derive(Clone, Debug, Default, Serialize)]
-pub struct ReportSummary {
+pub struct ValidationSummary {
     /// Version of Perfvisor.
     pub perfvisor: String,
     /// Kernel release of the host.
@@ -272,12 +272,12 @@ pub struct ValidationReport {
     /// Number of rows left undecided because of the host's load.
     pub too_busy: usize,
     /// Description of the host and the guests.
-    pub summary: ReportSummary,
+    pub summary: ValidationSummary,
 }
 
 impl ValidationReport {
     /// Creates a report of `rows`.
-    pub fn new(rows: Vec<ValidationRow>, summary: ReportSummary) -> Self {
+    pub fn new(rows: Vec<ValidationRow>, summary: ValidationSummary) -> Self {
         let count = |verdict| rows.iter().filter(|row| row.verdict == verdict).count();
         Self {
             format: 2,
@@ -297,7 +297,7 @@ impl ValidationReport {
 
     /// Returns the report as text.
     pub fn text(&self) -> String {
-        let mut text = ReportFormatter::default();
+        let mut text = ValidationReportFormatter::default();
         let mut out: String = self.rows.iter().map(|row| text.row(row)).collect();
         out.push_str(&text.end(self));
         out
@@ -360,14 +360,14 @@ impl ValidationReport {
 
 /// Formatter that outputs a report row by row during the measurements.
 #[derive(Default)]
-pub struct ReportFormatter {
+pub struct ValidationReportFormatter {
     /// Section of the most recently formatted row.
-    section: Option<(GuestKind, CheckKind)>,
+    section: Option<(ValidationGuestKind, ValidationCheckKind)>,
     /// Number of each footnote, by its text.
     notes: BTreeMap<String, usize>,
 }
 
-impl ReportFormatter {
+impl ValidationReportFormatter {
     /// Returns the line of a row, preceded by the section header for the first row of a section.
     pub fn row(&mut self, row: &ValidationRow) -> String {
         let mut out = String::new();
@@ -428,16 +428,16 @@ impl ReportFormatter {
 }
 
 /// Writes a section header.
-fn head(out: &mut String, guest: GuestKind, check: CheckKind) {
+fn head(out: &mut String, guest: ValidationGuestKind, check: ValidationCheckKind) {
     let guest = match guest {
-        GuestKind::BuiltIn => "built-in guest",
-        GuestKind::Linux => "Linux guest",
+        ValidationGuestKind::BuiltIn => "built-in guest",
+        ValidationGuestKind::Linux => "Linux guest",
     };
     let check = match check {
-        CheckKind::Counting => "counting",
-        CheckKind::Multiplexing => "more events than counters",
-        CheckKind::Contention => "an operator counts at the same time",
-        CheckKind::Sampling => "sampling",
+        ValidationCheckKind::Counting => "counting",
+        ValidationCheckKind::Multiplexing => "more events than counters",
+        ValidationCheckKind::Contention => "an operator counts at the same time",
+        ValidationCheckKind::Sampling => "sampling",
     };
     let _ = writeln!(
         out,
@@ -449,7 +449,7 @@ fn head(out: &mut String, guest: GuestKind, check: CheckKind) {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::judge::Expectation;
+    use crate::judge::ExpectedCount;
 
     /// A row does not depend on time if its expected count is known or if the guest and the host
     /// disagree. The table and the JSON show the number of measurements and the spread of a
@@ -458,13 +458,13 @@ mod tests {
     fn time_dependent_rows_show_their_spread() {
         assert!(!row(5, 6).of_time);
         let timed = |guest, host: Option<u64>, basis| {
-            let exactly = |value| Expectation::new(value, Tolerance::Exact);
+            let exactly = |value| ExpectedCount::new(value, Tolerance::Exact);
             let seen = CountComparison {
                 guest: Some(guest),
                 host: host.map(exactly),
-                expected: Some(Expectation::new(100, Tolerance::Percent(5.0))),
+                expected: Some(ExpectedCount::new(100, Tolerance::Percent(5.0))),
             };
-            ValidationRow::new(CheckKind::Counting, "cycles", "clock", "busy").judged(&seen, basis)
+            ValidationRow::new(ValidationCheckKind::Counting, "cycles", "clock", "busy").judged(&seen, basis)
         };
         assert!(timed(80, Some(80), "CPU time").of_time);
         assert!(!timed(80, Some(81), "CPU time").of_time, "guest and host differ");
@@ -474,7 +474,7 @@ mod tests {
             spread: Some([0.98, 1.0]),
             ..timed(99, None, "CPU time")
         };
-        let report = ValidationReport::new(vec![three], ReportSummary::default());
+        let report = ValidationReport::new(vec![three], ValidationSummary::default());
         assert!(
             report.text().contains("0.990 0.980-1.000         5%"),
             "{}",
@@ -486,16 +486,17 @@ mod tests {
     }
 
     fn row(guest: u64, expected: u64) -> ValidationRow {
-        let seen = CountComparison::of_guest(Some(guest), Expectation::new(expected, Tolerance::Exact));
-        ValidationRow::new(CheckKind::Counting, "instructions", "exact", "busy").judged(&seen, "known")
+        let seen = CountComparison::of_guest(Some(guest), ExpectedCount::new(expected, Tolerance::Exact));
+        ValidationRow::new(ValidationCheckKind::Counting, "instructions", "exact", "busy")
+            .judged(&seen, "known")
     }
 
     /// One wrong count fails the whole report.
     #[test]
     fn one_failure_fails_the_report() {
-        let good = ValidationReport::new(vec![row(5, 5), row(7, 7)], ReportSummary::default());
+        let good = ValidationReport::new(vec![row(5, 5), row(7, 7)], ValidationSummary::default());
         assert!(good.is_good() && good.text().contains("2 passed, 0 failed"));
-        let bad = ValidationReport::new(vec![row(5, 5), row(7, 8)], ReportSummary::default());
+        let bad = ValidationReport::new(vec![row(5, 5), row(7, 8)], ValidationSummary::default());
         assert!(!bad.is_good());
         assert!(bad.text().contains("FAIL [1]") && bad.text().contains("[1] off the expectation"));
         let json: serde_json::Value = serde_json::to_value(&bad).unwrap();
@@ -507,36 +508,37 @@ mod tests {
     /// A report without measurements is a failure.
     #[test]
     fn empty_report_fails() {
-        assert!(!ValidationReport::new(vec![], ReportSummary::default()).is_good());
-        let only = ValidationRow::new(CheckKind::Counting, "cycles", "hardware", "-").unsupported("no PMU");
-        assert!(!ValidationReport::new(vec![only], ReportSummary::default()).is_good());
+        assert!(!ValidationReport::new(vec![], ValidationSummary::default()).is_good());
+        let only = ValidationRow::new(ValidationCheckKind::Counting, "cycles", "hardware", "-")
+            .unsupported("no PMU");
+        assert!(!ValidationReport::new(vec![only], ValidationSummary::default()).is_good());
     }
 
     /// The row-by-row output equals the complete report, and each row appears immediately.
     #[test]
     fn rows_are_shown_as_they_are_added() {
-        let mut text = ReportFormatter::default();
+        let mut text = ValidationReportFormatter::default();
         let mut shown = String::new();
         let mut lines = Vec::new();
         let mut on_row = |row: &ValidationRow| {
             shown.push_str(&text.row(row));
             lines.push(shown.lines().count());
         };
-        let mut rows = RowCollector::new(&mut on_row);
+        let mut rows = ValidationRowCollector::new(&mut on_row);
         rows.push(row(5, 5));
         rows.extend([
             row(7, 7),
             ValidationRow {
-                check: CheckKind::Sampling,
+                check: ValidationCheckKind::Sampling,
                 ..row(8, 9)
             },
         ]);
-        rows.set_guest(GuestKind::Linux);
+        rows.set_guest(ValidationGuestKind::Linux);
         rows.push(ValidationRow {
-            check: CheckKind::Sampling,
+            check: ValidationCheckKind::Sampling,
             ..row(1, 1)
         });
-        let report = ValidationReport::new(rows.into_vec(), ReportSummary::default());
+        let report = ValidationReport::new(rows.into_vec(), ValidationSummary::default());
         // Two header lines before the first row of each section, and a blank line between sections.
         assert_eq!(lines, [3, 4, 8, 12]);
         shown.push_str(&text.end(&report));
@@ -547,9 +549,10 @@ mod tests {
     #[test]
     fn reasons_are_footnotes_said_once() {
         let why = "no PMU";
-        let rows = ["cycles", "branches"]
-            .map(|event| ValidationRow::new(CheckKind::Counting, event, "hardware", "-").unsupported(why));
-        let text = ValidationReport::new(rows.to_vec(), ReportSummary::default()).text();
+        let rows = ["cycles", "branches"].map(|event| {
+            ValidationRow::new(ValidationCheckKind::Counting, event, "hardware", "-").unsupported(why)
+        });
+        let text = ValidationReport::new(rows.to_vec(), ValidationSummary::default()).text();
         assert_eq!(text.matches("not supported here [1]").count(), 2, "{text}");
         assert_eq!(text.matches("[1] no PMU").count(), 1, "{text}");
     }

@@ -15,12 +15,12 @@ use std::thread;
 use std::time::Duration;
 
 use kvm_bindings::kvm_segment;
-use perf_core::pmu::host::HostProbe;
+use perf_core::pmu::host::HostPerfCapabilities;
 use test_support::figures::{self, BenchmarkFigure, BenchmarkTarget, median};
 use vm_memory::{Bytes, GuestAddress};
 use vmm::boot::KernelSource;
-use vmm::kvm::armed_vcpu::{ArmedVcpu, VcpuExit};
 use vmm::kvm::host::{self, Kvm};
+use vmm::kvm::kickable_vcpu::{KickableVcpu, VcpuExit};
 use vmm::kvm::vm_fd::VmFd;
 use vmm::kvm::{cpuid, msr_filter};
 use vmm::memory::GuestRam;
@@ -32,7 +32,7 @@ use vpmu::registers::{
     IA32_PERF_GLOBAL_CTRL, IA32_PERF_GLOBAL_STATUS, IA32_PERF_GLOBAL_STATUS_RESET, IA32_PERFEVTSEL0,
     IA32_PMC0,
 };
-use vpmu::{BackingPolicy, PmuGeneration, PmuModel};
+use vpmu::{CounterBackingPolicy, PmuGeneration, PmuModel};
 
 /// Number of repetitions of each variant.
 const TURNS: usize = 21;
@@ -342,7 +342,7 @@ impl Case {
         let mut regs = vcpu.get_regs()?;
         (regs.rip, regs.rflags) = ((LOAD + HEADER_BYTES).into(), 2);
         vcpu.set_regs(&regs)?;
-        let mut vcpu = ArmedVcpu::new(vcpu);
+        let mut vcpu = KickableVcpu::new(vcpu);
         let timer = KickTimer::for_current_thread()?;
         let (mut nmis, mut exits) = (0, 0);
         // The first NMI is armed at the first register write, when the guest has loaded its IDT.
@@ -388,9 +388,15 @@ impl Case {
             // Leaks a few KiB per repetition until the process exits.
             KernelSource::Builtin(image.leak()),
             RAM_BYTES,
-            PmuConfig::new(self.model()?, BackingPolicy::Auto),
+            PmuConfig::new(self.model()?, CounterBackingPolicy::Auto),
         );
-        let vm = Vm::new(kvm, &config, Vec::new(), &HostProbe::run(), Box::new(io::sink()))?;
+        let vm = Vm::new(
+            kvm,
+            &config,
+            Vec::new(),
+            &HostPerfCapabilities::run(),
+            Box::new(io::sink()),
+        )?;
         let mut vm = vm.start()?;
         while vm.control().reason().is_none() {
             thread::sleep(Duration::from_millis(20));

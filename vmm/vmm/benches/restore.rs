@@ -11,7 +11,7 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 
 use kvm_ioctls::Kvm;
-use perf_core::pmu::host::HostProbe;
+use perf_core::pmu::host::HostPerfCapabilities;
 use test_support::figures::{self, BenchmarkFigure, BenchmarkTarget, median};
 use vmm::boot::KernelSource;
 use vmm::kvm::host;
@@ -20,7 +20,7 @@ use vmm::vcpu::kick;
 use vmm::vm::restore::{RestoredMachine, RestoredMemory};
 use vmm::vm::save::VmSnapshot;
 use vmm::vm::{BackgroundKvmSetup, Vm, VmBuildInputs, VmConfig};
-use vpmu::{BackingPolicy, PmuModel};
+use vpmu::{CounterBackingPolicy, PmuModel};
 
 /// Number of repetitions of each variant.
 const TURNS: usize = 31;
@@ -44,11 +44,11 @@ const KERNEL: [u32; 9] = [
 
 fn config(memory_bytes: u64) -> VmConfig {
     let image: Vec<u8> = KERNEL.iter().flat_map(|word| word.to_le_bytes()).collect();
-    let pmu = PmuConfig::new(PmuModel::INTEL, BackingPolicy::Clock);
+    let pmu = PmuConfig::new(PmuModel::INTEL, CounterBackingPolicy::Clock);
     VmConfig::new(KernelSource::Builtin(image.leak()), memory_bytes, pmu)
 }
 
-fn parts<'a>(kvm: &'a Kvm, config: &'a VmConfig, probe: &'a HostProbe) -> VmBuildInputs<'a> {
+fn parts<'a>(kvm: &'a Kvm, config: &'a VmConfig, probe: &'a HostPerfCapabilities) -> VmBuildInputs<'a> {
     VmBuildInputs {
         begun: BackgroundKvmSetup::now(),
         kvm,
@@ -60,7 +60,12 @@ fn parts<'a>(kvm: &'a Kvm, config: &'a VmConfig, probe: &'a HostProbe) -> VmBuil
 }
 
 /// Saves a running VM in `dir`.
-fn save(kvm: &Kvm, config: &VmConfig, probe: &HostProbe, dir: &Path) -> Result<(), Box<dyn Error>> {
+fn save(
+    kvm: &Kvm,
+    config: &VmConfig,
+    probe: &HostPerfCapabilities,
+    dir: &Path,
+) -> Result<(), Box<dyn Error>> {
     let vm = Vm::boot(parts(kvm, config, probe))?.start()?;
     // Gives the guest time to halt.
     std::thread::sleep(Duration::from_millis(50));
@@ -85,7 +90,7 @@ fn save(kvm: &Kvm, config: &VmConfig, probe: &HostProbe, dir: &Path) -> Result<(
 fn restore(
     kvm: &Kvm,
     config: &VmConfig,
-    probe: &HostProbe,
+    probe: &HostPerfCapabilities,
     dir: &Path,
 ) -> Result<(f64, f64), Box<dyn Error>> {
     let began = Instant::now();
@@ -104,7 +109,7 @@ fn restore(
     Ok((read.as_secs_f64() * 1e3, built.as_secs_f64() * 1e3))
 }
 
-fn boot(kvm: &Kvm, config: &VmConfig, probe: &HostProbe) -> Result<f64, Box<dyn Error>> {
+fn boot(kvm: &Kvm, config: &VmConfig, probe: &HostPerfCapabilities) -> Result<f64, Box<dyn Error>> {
     let began = Instant::now();
     let vm = Vm::boot(parts(kvm, config, probe))?;
     let built = began.elapsed();
@@ -121,7 +126,7 @@ fn main() -> Result<(), Box<dyn Error>> {
         return Ok(());
     };
     kick::install_handlers()?;
-    let probe = HostProbe::run();
+    let probe = HostPerfCapabilities::run();
     let sizes = [SMALL, LARGE].map(config);
     let dirs = [tempfile::tempdir()?, tempfile::tempdir()?];
     for (config, dir) in sizes.iter().zip(&dirs) {

@@ -11,8 +11,8 @@ use std::time::Instant;
 use kvm_bindings::{KVM_GUESTDBG_ENABLE, KVM_GUESTDBG_SINGLESTEP, kvm_guest_debug, kvm_segment};
 use test_support::figures::{self, BenchmarkFigure, BenchmarkTarget, median};
 use vm_memory::{Bytes, GuestAddress, GuestMemoryMmap};
-use vmm::kvm::armed_vcpu::{ArmedVcpu, VcpuExit};
 use vmm::kvm::execution;
+use vmm::kvm::kickable_vcpu::{KickableVcpu, VcpuExit};
 use vmm::kvm::stepping::SteppingSupport;
 use vmm::kvm::vm_fd::VmFd;
 use vmm::kvm::{cpuid, host};
@@ -46,7 +46,7 @@ enum Variant {
 
 /// Executes at least [`INSTRUCTIONS`] guest instructions. Returns two values per instruction:
 /// nanoseconds, and number of VM entries.
-fn turn(vcpu: &mut ArmedVcpu, way: Variant) -> Result<(f64, f64), Box<dyn Error>> {
+fn turn(vcpu: &mut KickableVcpu, way: Variant) -> Result<(f64, f64), Box<dyn Error>> {
     let levels = PrivilegeLevels {
         user: false,
         kernel: true,
@@ -95,7 +95,7 @@ fn turn(vcpu: &mut ArmedVcpu, way: Variant) -> Result<(f64, f64), Box<dyn Error>
 }
 
 /// Returns a vCPU at the beginning of the loop, and the values that keep its memory mapped.
-fn guest(kvm: &host::Kvm) -> Result<(ArmedVcpu, GuestMemoryMmap, impl Sized), Box<dyn Error>> {
+fn guest(kvm: &host::Kvm) -> Result<(KickableVcpu, GuestMemoryMmap, impl Sized), Box<dyn Error>> {
     let ram = GuestRam::new(32 << 20)?;
     let memory = ram.memory().clone();
     // All entries are present and writable. The last one maps a 2 MiB page.
@@ -129,7 +129,7 @@ fn guest(kvm: &host::Kvm) -> Result<(ArmedVcpu, GuestMemoryMmap, impl Sized), Bo
     let mut regs = vcpu.get_regs()?;
     (regs.rip, regs.rsp, regs.rflags) = (CODE, 0x8000, 2);
     vcpu.set_regs(&regs)?;
-    Ok((ArmedVcpu::new(vcpu), memory, (ram, slots)))
+    Ok((KickableVcpu::new(vcpu), memory, (ram, slots)))
 }
 
 fn main() -> Result<(), Box<dyn Error>> {

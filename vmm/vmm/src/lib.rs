@@ -18,8 +18,8 @@
 //!
 //! **Dependencies.** This is the only crate that depends on kvm-ioctls. It uses `vpmu` (PMU
 //! registers), `perf-core` (counting), `guest-profile` (guest memory walks), `guest-patching`
-//! (changes to the guest's kernel), `kernel-images` and `control-api` (the control protocol), and is
-//! independent of the command line in `perfvisor`.
+//! (changes to the guest's kernel), `kernel-images` and `control-api` (the control protocol), and
+//! is independent of the command line in `perfvisor`.
 #![cfg_attr(
     not(test),
     warn(

@@ -7,13 +7,13 @@ use std::os::unix::fs::FileExt as _;
 use std::sync::atomic::AtomicU64;
 use std::time::{Duration, Instant};
 
-use perf_core::pmu::host::{GenericEvent, HostProbe};
+use perf_core::pmu::host::{GenericEvent, HostPerfCapabilities};
 use virtio_devices::device::VirtioDevice;
 use vm_memory::{GuestAddress, GuestMemoryMmap};
-use vpmu::{BackingPolicy, PmuModel};
+use vpmu::{CounterBackingPolicy, PmuModel};
 
 use crate::boot::KernelSource;
-use crate::control::server::ControlledVm;
+use crate::control::server::VmControlInterface;
 use crate::devices::DeviceBus;
 use crate::kvm::host;
 use crate::pmu::{GuestSamplingContext, PmuConfig, VmPmu};
@@ -62,7 +62,14 @@ pub(crate) fn vm_with_devices(
     kick::install_handlers().unwrap();
     let mut config = config(code);
     change(&mut config);
-    let vm = Vm::new(&kvm, &config, devices, &HostProbe::run(), Box::new(io::sink())).unwrap();
+    let vm = Vm::new(
+        &kvm,
+        &config,
+        devices,
+        &HostPerfCapabilities::run(),
+        Box::new(io::sink()),
+    )
+    .unwrap();
     Some(vm.start().unwrap())
 }
 
@@ -157,15 +164,15 @@ pub(crate) fn config(code: &[u8]) -> VmConfig {
         ..VmConfig::new(
             KernelSource::Builtin(kernel(code).leak()),
             32 << 20,
-            PmuConfig::new(PmuModel::INTEL, BackingPolicy::Auto),
+            PmuConfig::new(PmuModel::INTEL, CounterBackingPolicy::Auto),
         )
     }
 }
 
 /// Waits until all vCPUs of `vm` are attached to perf-core, and returns the control interface of
 /// the VM.
-pub(crate) fn control_target(vm: &RunningVm) -> ControlledVm {
-    let control_target = ControlledVm {
+pub(crate) fn control_target(vm: &RunningVm) -> VmControlInterface {
+    let control_target = VmControlInterface {
         moved_from: None,
         name: "vm".into(),
         pmu_name: "intel".into(),
@@ -198,7 +205,7 @@ pub(crate) fn control_target(vm: &RunningVm) -> ControlledVm {
 /// Returns the PMU of a VM on a host that can open the generic events in `opens`. If `opens` is
 /// `None`, the host has no PMU.
 pub(crate) fn pmu(opens: Option<&[&str]>, interprets_kernel: bool) -> VmPmu {
-    let mut probe = HostProbe::run();
+    let mut probe = HostPerfCapabilities::run();
     probe.hardware_pmu = opens.is_some();
     for GenericEvent {
         name, opens: opened, ..
@@ -206,7 +213,7 @@ pub(crate) fn pmu(opens: Option<&[&str]>, interprets_kernel: bool) -> VmPmu {
     {
         *opened = opens.is_some_and(|opens| opens.contains(&name.as_str()));
     }
-    let config = PmuConfig::new(PmuModel::INTEL, BackingPolicy::None);
+    let config = PmuConfig::new(PmuModel::INTEL, CounterBackingPolicy::None);
     let memory = GuestMemoryMmap::from_ranges(&[(GuestAddress(0), 0x1000)]).unwrap();
     VmPmu::new(
         config,

@@ -7,7 +7,7 @@ use std::str::FromStr;
 use std::time::Duration;
 
 use perf_core::mux::MuxPolicy;
-use perf_core::pmu::host::HostProbe;
+use perf_core::pmu::host::HostPerfCapabilities;
 use perf_core::{PendingTickWork, PerfCore, error_line};
 use vmm_sys_util::timerfd::TimerFd;
 
@@ -28,7 +28,7 @@ impl MuxPolicyChoice {
     /// Returns the multiplexing policy for this host and, if the cost of a rotation was measured,
     /// the initial interval of the adaptive policy. Nothing is measured on a host without hardware
     /// counters.
-    pub fn resolve_policy(self, kvm: &Kvm, probe: &HostProbe) -> (MuxPolicy, Option<Duration>) {
+    pub fn resolve_policy(self, kvm: &Kvm, probe: &HostPerfCapabilities) -> (MuxPolicy, Option<Duration>) {
         match self {
             Self::Fixed(policy) => (policy, None),
             Self::Auto if probe.slots() == 0 => (MuxPolicy::Adaptive, None),
@@ -216,8 +216,8 @@ mod tests {
     use perf_core::pmu::sim::SimPmu;
     use perf_core::time::ManualClock;
     use perf_core::{
-        ControlScope, CpuMode, EventHandle, OpenFlags, OpenTarget, PerfCoreConfig, SampleRegs, Session,
-        SessionRole, VcpuContext,
+        CpuMode, EventControlScope, EventHandle, EventOpenTarget, OpenFlags, PerfCoreConfig, SampleRegs,
+        Session, SessionRole, VcpuEventContext,
     };
 
     use super::*;
@@ -238,7 +238,7 @@ mod tests {
     struct ContendedCore {
         core: PerfCore,
         handles: Vec<EventHandle>,
-        _kept: (Session, Arc<VcpuContext>),
+        _kept: (Session, Arc<VcpuEventContext>),
     }
 
     /// A perf core with four events for two slots.
@@ -256,7 +256,7 @@ mod tests {
                 config,
                 ..Attr::default()
             };
-            let target = OpenTarget::Vcpu(VcpuId(0));
+            let target = EventOpenTarget::Vcpu(VcpuId(0));
             core.open(&session, attr, target, None, OpenFlags::default())
         };
         let handles = (0..4).map(|config| open(config).unwrap()).collect();
@@ -294,12 +294,14 @@ mod tests {
     fn tick_interval_shortens_when_events_multiplex() {
         let mut rig = contended(MuxPolicy::Rotate);
         let more = rig.handles.split_off(2);
-        more.iter().for_each(|h| h.disable(ControlScope::Event).unwrap());
+        more.iter()
+            .for_each(|h| h.disable(EventControlScope::Event).unwrap());
         let mut ticks = SchedulingTickTimer::new().unwrap();
         ticks.handle_expiration(&rig.core);
         ticks.shorten_interval(&rig.core);
         assert_eq!(ticks.pace, IDLE_INTERVAL, "two events on two slots need no ticks");
-        more.iter().for_each(|h| h.enable(ControlScope::Event).unwrap());
+        more.iter()
+            .for_each(|h| h.enable(EventControlScope::Event).unwrap());
         ticks.shorten_interval(&rig.core);
         assert_eq!(ticks.pace, TICK_INTERVAL);
         ticks.handle_expiration(&rig.core);
@@ -320,7 +322,7 @@ mod tests {
         let vcpu = core.add_vcpu(VcpuId(0), 1).unwrap();
         let session = core.session(0, SessionRole::Admin);
         let attr = Attr::sampling(EventType::SIM, 1, 10);
-        let target = OpenTarget::Vcpu(VcpuId(0));
+        let target = EventOpenTarget::Vcpu(VcpuId(0));
         let flags = OpenFlags {
             cookie: Some(1),
             ..OpenFlags::default()
@@ -367,7 +369,7 @@ mod tests {
             // One overflow per tick.
             ..Attr::sampling(EventType::SIM, 1, 250)
         };
-        let target = OpenTarget::Vcpu(VcpuId(0));
+        let target = EventOpenTarget::Vcpu(VcpuId(0));
         let flags = OpenFlags {
             cookie: Some(1),
             ..OpenFlags::default()

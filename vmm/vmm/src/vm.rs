@@ -14,8 +14,8 @@ use std::io::Write;
 use std::sync::Arc;
 
 use arc_swap::ArcSwap;
-use kernel_images::packed::PackedSymbols;
-use perf_core::pmu::host::HostProbe;
+use kernel_images::packed::CompressedKernelSymbols;
+use perf_core::pmu::host::HostPerfCapabilities;
 use snapshot::state::SavedVcpuPmu;
 use virtio_devices::device::VirtioDevice;
 
@@ -32,7 +32,7 @@ use crate::memory::GuestRam;
 use crate::memory::dirty::WriteProtector;
 use crate::numbers::VcpuCountRange;
 use crate::pmu::VmPmu;
-use crate::vcpu::control::{ResetPolicy, RunControl, VmStopReason};
+use crate::vcpu::control::{ResetPolicy, VmRunControl, VmStopReason};
 use crate::vcpu::kicker::Kicker;
 use crate::vcpu::kvm_vcpu::KvmVcpu;
 use crate::vcpu::registry::VcpuRegistry;
@@ -54,7 +54,7 @@ pub struct Vm {
     cpus: VcpuCountRange,
     bus: Arc<DeviceBus>,
     pmu: Arc<VmPmu>,
-    control: Arc<RunControl>,
+    control: Arc<VmRunControl>,
     loaded: LoadedGuest,
     slots: MemorySlots,
     ram: GuestRam,
@@ -77,7 +77,7 @@ pub struct VmBuildInputs<'a> {
     /// Virtio devices in the order of their PCI device numbers.
     pub devices: Vec<Box<dyn VirtioDevice>>,
     /// Properties of the host's perf events.
-    pub probe: &'a HostProbe,
+    pub probe: &'a HostPerfCapabilities,
     /// Writer for the output of the serial port.
     pub console: Box<dyn Write + Send>,
 }
@@ -92,7 +92,7 @@ impl Vm {
         kvm: &Kvm,
         config: &VmConfig,
         devices: Vec<Box<dyn VirtioDevice>>,
-        probe: &HostProbe,
+        probe: &HostPerfCapabilities,
         console: Box<dyn Write + Send>,
     ) -> Result<Self, VmError> {
         Self::boot(VmBuildInputs {
@@ -264,7 +264,7 @@ impl Vm {
     }
 
     /// Returns the run state and stop reason of the VM.
-    pub fn control(&self) -> &Arc<RunControl> {
+    pub fn control(&self) -> &Arc<VmRunControl> {
         &self.control
     }
 
@@ -346,10 +346,10 @@ enum StartState {
 /// A VM whose vCPU threads are running. The threads are stopped on drop.
 pub struct RunningVm {
     restarter: Option<GuestResetHandler>,
-    symbols: Arc<ArcSwap<PackedSymbols>>,
+    symbols: Arc<ArcSwap<CompressedKernelSymbols>>,
     registry: Arc<VcpuRegistry>,
     loaded: LoadedGuest,
-    control: Arc<RunControl>,
+    control: Arc<VmRunControl>,
     bus: Arc<DeviceBus>,
     pmu: Arc<VmPmu>,
     _slots: MemorySlots,
@@ -371,7 +371,7 @@ impl RunningVm {
     }
 
     /// Returns the run state and stop reason of the VM.
-    pub fn control(&self) -> &Arc<RunControl> {
+    pub fn control(&self) -> &Arc<VmRunControl> {
         &self.control
     }
 
@@ -396,7 +396,7 @@ impl RunningVm {
     }
 
     /// Returns the symbols of the kernel that was loaded last.
-    pub fn symbols(&self) -> &Arc<ArcSwap<PackedSymbols>> {
+    pub fn symbols(&self) -> &Arc<ArcSwap<CompressedKernelSymbols>> {
         &self.symbols
     }
 

@@ -13,7 +13,7 @@ const STEP: u64 = 1_000_000;
 
 libfuzzer_sys::fuzz_target!(|bytes: &[u8]| {
     static OPERATIONS: AtomicU64 = AtomicU64::new(0);
-    let new = testing::stream::run::<vpmu::sim::SimEvents>(bytes);
+    let new = testing::stream::run::<vpmu::sim::SimCounterEvents>(bytes);
     let before = OPERATIONS.fetch_add(new, Ordering::Relaxed);
     if before / STEP != (before + new) / STEP {
         eprintln!("{} million operations", (before + new) / 1_000_000);

@@ -3,7 +3,7 @@
 //! version.
 #![no_main]
 
-use vpmu::sim::SimEvents;
+use vpmu::sim::SimCounterEvents;
 use vpmu::{PmuGeneration, PmuModel, Vpmu};
 
 /// Byte range of the layout version in a saved PMU state.
@@ -12,7 +12,7 @@ const VERSION: std::ops::Range<usize> = 5..7;
 libfuzzer_sys::fuzz_target!(|bytes: &[u8]| {
     let v2 = PmuModel::new(PmuGeneration::AmdV2, None, None).expect("the default numbers fit");
     let v5 = PmuModel::new(PmuGeneration::Intel(5), None, None).expect("the default numbers fit");
-    let mut events = SimEvents::default();
+    let mut events = SimCounterEvents::default();
     let with_branch_records = [PmuModel::INTEL, v5, v2].map(PmuModel::with_branch_records);
     for model in [PmuModel::INTEL, PmuModel::AMD, v2, v5].into_iter().chain(with_branch_records) {
         let mut vpmu = Vpmu::new(model);

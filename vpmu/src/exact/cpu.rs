@@ -1,4 +1,4 @@
-//! vCPU state and guest memory access needed by [`super::StepMeter`].
+//! vCPU state and guest memory access needed by [`super::SingleStepMeter`].
 
 /// Code size (default operation mode) of the current code segment.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -52,7 +52,7 @@ pub trait SteppedGuestMemory {
 
 /// Format of the guest's interrupt descriptor table.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum GateFormat {
+pub enum IdtGateFormat {
     /// Real mode (CR0.PE = 0): four bytes per vector, offset and segment.
     Real,
     /// Protected mode: eight bytes per gate.
@@ -65,16 +65,16 @@ pub enum GateFormat {
 /// [`SteppedGuestMemory::gate`]. Returns `None` if the vector is outside the table, or the gate is
 /// not present or is a task gate. See Intel SDM vol. 3, "IDT Descriptors".
 pub fn gate_in_table(
-    format: GateFormat,
+    format: IdtGateFormat,
     base: u64,
     limit: u16,
     vector: u8,
     memory: &mut dyn SteppedGuestMemory,
 ) -> Option<u64> {
     let size = match format {
-        GateFormat::Real => 4,
-        GateFormat::Protected => 8,
-        GateFormat::Long => 16,
+        IdtGateFormat::Real => 4,
+        IdtGateFormat::Protected => 8,
+        IdtGateFormat::Long => 16,
     };
     let at = usize::from(vector) * size;
     if at + size - 1 > usize::from(limit) {
@@ -86,18 +86,18 @@ pub fn gate_in_table(
         return None;
     }
     let word = |n: usize| u64::from(u16::from_le_bytes([gate[n], gate[n + 1]]));
-    if format == GateFormat::Real {
+    if format == IdtGateFormat::Real {
         return Some(word(0));
     }
     // Byte 5: present bit; gate type in the low five bits (16-bit interrupt and trap gates: 6, 7;
     // others: 14, 15).
     let (present, kind) = (gate[5] & 0x80 != 0, gate[5] & 0x1F);
     let low = match kind {
-        6 | 7 if format == GateFormat::Protected => word(0),
+        6 | 7 if format == IdtGateFormat::Protected => word(0),
         14 | 15 => word(0) | word(6) << 16,
         _ => return None,
     };
-    let high = if format == GateFormat::Long {
+    let high = if format == IdtGateFormat::Long {
         (word(8) | word(10) << 16) << 32
     } else {
         0

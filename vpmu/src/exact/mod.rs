@@ -1,8 +1,8 @@
 //! Exact counting by single-stepping: determines which instructions each step of a vCPU retires.
 //!
-//! The VMM passes the vCPU state before and after each step to a [`StepMeter`]. The meter decodes
-//! the instruction, predicts the address of the next instruction, and compares the prediction with
-//! the actual state to determine the retired instructions. The counting rules are:
+//! The VMM passes the vCPU state before and after each step to a [`SingleStepMeter`]. The meter
+//! decodes the instruction, predicts the address of the next instruction, and compares the
+//! prediction with the actual state to determine the retired instructions. The counting rules are:
 //!
 //! - An instruction counts when it completes (Intel SDM vol. 3, "Instructions Retired": the last
 //!   micro-operation retires), at the privilege level at which it started. A faulting instruction
@@ -18,7 +18,7 @@
 //! - HLT counts when it halts. SYSCALL, SYSRET, SYSENTER, SYSEXIT and IRET count one each.
 //! - The WRMSR that enables counting is counted, and the WRMSR that disables counting is not,
 //!   because the counts of a step are added after the write took effect. The VMM only has to add
-//!   them ([`StepOutcome::feed`]) after [`crate::Vpmu::reconcile`].
+//!   them ([`SingleStepOutcome::feed`]) after [`crate::Vpmu::reconcile`].
 //! - A branch is any instruction that can set RIP to an address other than that of the next
 //!   instruction in memory: conditional or unconditional, direct or indirect, near or far, calls,
 //!   returns, software interrupts, SYSCALL and similar instructions, and IRET. Taken branches on an
@@ -33,18 +33,19 @@
 //!
 //! Before each entry and after [`crate::Vpmu::reconcile`], if
 //! [`crate::PerfCoreEvents::needs_stepping`] returns `true`, enable single-stepping and, unless
-//! [`StepMeter::in_step`] returns `true`, call [`StepMeter::begin`]. Otherwise disable
-//! single-stepping and call [`StepMeter::abandon`]. On a debug exit, call [`StepMeter::end`] and
-//! [`StepOutcome::feed`]. Other exits (I/O, MSR) occur in the middle of an instruction. Handle them
-//! and re-enter, and the step continues. The WRMSR that enables counting exits first, so its step
-//! begins after the write took effect, and the instruction counts when it completes.
+//! [`SingleStepMeter::in_step`] returns `true`, call [`SingleStepMeter::begin`]. Otherwise disable
+//! single-stepping and call [`SingleStepMeter::abandon`]. On a debug exit, call
+//! [`SingleStepMeter::end`] and [`SingleStepOutcome::feed`]. Other exits (I/O, MSR) occur in the
+//! middle of an instruction. Handle them and re-enter, and the step continues. The WRMSR that
+//! enables counting exits first, so its step begins after the write took effect, and the
+//! instruction counts when it completes.
 //!
 //! The processor clears the trap flag when it enters a handler or the kernel, and exposes the flag
-//! to a guest that saves its flags. [`StepMeter::begin`] reports an instruction that causes this,
-//! so that the VMM can set a breakpoint where the step would otherwise be lost. If the vCPU stops
-//! before or after the first instruction of a handler, the meter recognizes the handler from the
-//! guest's interrupt descriptor table. If the vCPU stops later in a handler, this is reported as
-//! [`StepOutcome::lost`].
+//! to a guest that saves its flags. [`SingleStepMeter::begin`] reports an instruction that causes
+//! this, so that the VMM can set a breakpoint where the step would otherwise be lost. If the vCPU
+//! stops before or after the first instruction of a handler, the meter recognizes the handler from
+//! the guest's interrupt descriptor table. If the vCPU stops later in a handler, this is reported
+//! as [`SingleStepOutcome::lost`].
 
 mod cpu;
 mod flow;
@@ -59,9 +60,9 @@ use crate::model_name::Vendor;
 use crate::vmm_counts;
 
 pub use cpu::{
-    CodeSegmentMode, GateFormat, InstructionClass, SteppedCpuState, SteppedGuestMemory, gate_in_table,
+    CodeSegmentMode, IdtGateFormat, InstructionClass, SteppedCpuState, SteppedGuestMemory, gate_in_table,
 };
-pub use run::{MAX_RUN_BYTES, MAX_RUN_INSTRUCTIONS, StraightRun};
+pub use run::{MAX_RUN_BYTES, MAX_RUN_INSTRUCTIONS, StraightLineCode};
 
 use flow::{
     NextAddress, branch_kind, classify, decode, element_count, is_branch, is_near, is_repeated, next_address,
@@ -154,7 +155,7 @@ impl RetiredCounts {
 
 /// Result of one single step of a vCPU: what it retired, and what else happened during the step.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct StepOutcome {
+pub struct SingleStepOutcome {
     /// Counts retired at CPL 1 to 3.
     pub user: RetiredCounts,
     /// Counts retired at CPL 0.
@@ -166,7 +167,7 @@ pub struct StepOutcome {
     pub lost: bool,
 }
 
-impl StepOutcome {
+impl SingleStepOutcome {
     /// Adds the retired counts to `counts`, the counts that the VMM supplies for the vCPU's events.
     /// Returns whether this caused an armed overflow.
     pub fn feed(&self, counts: &VmmPmuCounts) -> bool {
@@ -215,18 +216,19 @@ struct PendingStep {
 
 /// Counter of the instructions that each step of one vCPU retires.
 #[derive(Debug)]
-pub struct StepMeter {
+pub struct SingleStepMeter {
     vendor: Vendor,
     info: InstructionInfoFactory,
     pending: Option<PendingStep>,
     /// Address and privilege level of a repeated string instruction that the last step has executed
     /// partially.
     unfinished: Option<(u64, u8)>,
-    /// Branches taken since the last [`StepMeter::take_branches`]; `None` if they are not recorded.
+    /// Branches taken since the last [`SingleStepMeter::take_branches`]; `None` if they are not
+    /// recorded.
     branches: Option<Vec<BranchEntry>>,
 }
 
-impl StepMeter {
+impl SingleStepMeter {
     /// Creates a step meter for a PMU model of `vendor`.
     pub fn new(vendor: Vendor) -> Self {
         Self {
@@ -307,7 +309,7 @@ impl StepMeter {
         self.unfinished
     }
 
-    /// Restores the unfinished instruction of [`StepMeter::unfinished_at`].
+    /// Restores the unfinished instruction of [`SingleStepMeter::unfinished_at`].
     pub fn restore_unfinished(&mut self, unfinished: Option<(u64, u8)>) {
         self.unfinished = unfinished;
     }
@@ -332,8 +334,8 @@ impl StepMeter {
 
     /// Ends the step in progress, after which the vCPU has the state `cpu`. Returns what the vCPU
     /// retired in the step, or no counts if no step was in progress.
-    pub fn end(&mut self, cpu: &SteppedCpuState, memory: &mut dyn SteppedGuestMemory) -> StepOutcome {
-        let mut step = StepOutcome::default();
+    pub fn end(&mut self, cpu: &SteppedCpuState, memory: &mut dyn SteppedGuestMemory) -> SingleStepOutcome {
+        let mut step = SingleStepOutcome::default();
         let Some(pending) = self.pending.take() else {
             return step;
         };
@@ -414,7 +416,7 @@ impl StepMeter {
         before: &SteppedCpuState,
         taken: bool,
         iterated: bool,
-        step: &mut StepOutcome,
+        step: &mut SingleStepOutcome,
     ) {
         let mut counts = RetiredCounts {
             instructions: 1,
@@ -461,7 +463,7 @@ impl StepMeter {
         next: u64,
         end: u64,
         memory: &mut dyn SteppedGuestMemory,
-        step: &mut StepOutcome,
+        step: &mut SingleStepOutcome,
     ) -> bool {
         let Some(mut last) = pending.instruction else {
             return false;
@@ -515,7 +517,7 @@ impl StepMeter {
         instruction: &Instruction,
         cpu: &SteppedCpuState,
         memory: &mut dyn SteppedGuestMemory,
-        step: &mut StepOutcome,
+        step: &mut SingleStepOutcome,
     ) -> bool {
         if let Some(vector) = software_interrupt(instruction)
             && let Some(handler) = memory.gate(vector)
@@ -544,7 +546,7 @@ impl StepMeter {
         before: &SteppedCpuState,
         cpu: &SteppedCpuState,
         memory: &mut dyn SteppedGuestMemory,
-        step: &mut StepOutcome,
+        step: &mut SingleStepOutcome,
     ) {
         step.event = true;
         if self.vendor == Vendor::Amd {

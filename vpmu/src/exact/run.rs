@@ -10,7 +10,7 @@
 use iced_x86::{CpuidFeature, Decoder, DecoderOptions, FlowControl, Instruction, Mnemonic, OpKind, Register};
 
 use super::cpu::CodeSegmentMode;
-use super::{RetiredCounts, StepMeter};
+use super::{RetiredCounts, SingleStepMeter};
 
 /// Maximum number of instructions in a straight-line run.
 pub const MAX_RUN_INSTRUCTIONS: usize = 64;
@@ -30,14 +30,14 @@ struct RunPosition {
 
 /// A sequence of instructions without control flow, which may be empty.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct StraightRun {
+pub struct StraightLineCode {
     /// Code bytes of the run, including the instruction that ends it.
     code: Box<[u8]>,
     passed: Box<[RunPosition]>,
     uses_stack: bool,
 }
 
-impl StraightRun {
+impl StraightLineCode {
     /// Returns the code bytes of the run, including the instruction that ends it. Equal bytes
     /// always decode to the same run.
     pub fn code(&self) -> &[u8] {
@@ -106,10 +106,10 @@ impl StraightRun {
     }
 }
 
-impl StepMeter {
+impl SingleStepMeter {
     /// Decodes the straight-line run at the start of 64-bit `code`, limited to
     /// [`MAX_RUN_INSTRUCTIONS`] instructions and [`MAX_RUN_BYTES`] bytes.
-    pub fn straight_run(&mut self, code: &[u8]) -> StraightRun {
+    pub fn straight_run(&mut self, code: &[u8]) -> StraightLineCode {
         let code = &code[..code.len().min(MAX_RUN_BYTES)];
         let mut decoder = Decoder::new(CodeSegmentMode::Bits64.bits(), code, DecoderOptions::NONE);
         let mut passed: Vec<RunPosition> = Vec::with_capacity(MAX_RUN_INSTRUCTIONS);
@@ -132,7 +132,7 @@ impl StepMeter {
                 stores,
             });
         }
-        StraightRun {
+        StraightLineCode {
             code: code[..looked_at].into(),
             passed: passed.into(),
             uses_stack,

@@ -59,11 +59,21 @@ fn at(rip: u64, cpl: u8) -> SteppedCpuState {
 
 /// Returns the result of a step that executes `code` at CPL 0 from [`CODE`] and stops at address
 /// `to`.
-fn step(code: &[u8], to: u64) -> StepOutcome {
-    step_from(&mut StepMeter::new(Vendor::Intel), code, at(CODE, 0), at(to, 0))
+fn step(code: &[u8], to: u64) -> SingleStepOutcome {
+    step_from(
+        &mut SingleStepMeter::new(Vendor::Intel),
+        code,
+        at(CODE, 0),
+        at(to, 0),
+    )
 }
 
-fn step_from(meter: &mut StepMeter, code: &[u8], from: SteppedCpuState, to: SteppedCpuState) -> StepOutcome {
+fn step_from(
+    meter: &mut SingleStepMeter,
+    code: &[u8],
+    from: SteppedCpuState,
+    to: SteppedCpuState,
+) -> SingleStepOutcome {
     let mut memory = Memory::new(code);
     meter.begin(&from, &mut memory);
     assert!(meter.in_step());
@@ -81,34 +91,34 @@ fn kernel(instructions: u32) -> RetiredCounts {
 
 /// Returns the result of a step that executes `code` at CPL 3 from [`CODE`] and stops at address
 /// `to` with CPL `cpl`.
-fn user_step(vendor: Vendor, code: &[u8], to: u64, cpl: u8) -> StepOutcome {
-    step_from(&mut StepMeter::new(vendor), code, at(CODE, 3), at(to, cpl))
+fn user_step(vendor: Vendor, code: &[u8], to: u64, cpl: u8) -> SingleStepOutcome {
+    step_from(&mut SingleStepMeter::new(vendor), code, at(CODE, 3), at(to, cpl))
 }
 
 /// Returns the expected result of a step that retires the counts `kernel` and in which an
 /// interrupt, NMI or exception is delivered.
-fn event(kernel: RetiredCounts) -> StepOutcome {
-    StepOutcome {
+fn event(kernel: RetiredCounts) -> SingleStepOutcome {
+    SingleStepOutcome {
         kernel,
         event: true,
-        ..StepOutcome::default()
+        ..SingleStepOutcome::default()
     }
 }
 
 /// Returns the expected result of a step that retires the counts `user` at CPL 1 to 3.
-fn in_user_mode(user: RetiredCounts) -> StepOutcome {
-    StepOutcome {
+fn in_user_mode(user: RetiredCounts) -> SingleStepOutcome {
+    SingleStepOutcome {
         user,
-        ..StepOutcome::default()
+        ..SingleStepOutcome::default()
     }
 }
 
 /// Returns the expected result of a step that stops at an unexpected address.
-fn lost() -> StepOutcome {
-    StepOutcome {
+fn lost() -> SingleStepOutcome {
+    SingleStepOutcome {
         event: true,
         lost: true,
-        ..StepOutcome::default()
+        ..SingleStepOutcome::default()
     }
 }
 
@@ -124,9 +134,9 @@ const REP_MOVSB: &[u8] = &[0xF3, 0xA4];
 fn completed_instruction_counts_once() {
     assert_eq!(
         step(NOP, CODE + 1),
-        StepOutcome {
+        SingleStepOutcome {
             kernel: kernel(1),
-            ..StepOutcome::default()
+            ..SingleStepOutcome::default()
         }
     );
     let user = user_step(Vendor::Intel, NOP, CODE + 1, 3);
@@ -153,7 +163,7 @@ fn faulting_instruction_does_not_count_but_handler_does() {
 
 #[test]
 fn interrupted_instruction_counts_after_handler() {
-    let mut meter = StepMeter::new(Vendor::Intel);
+    let mut meter = SingleStepMeter::new(Vendor::Intel);
     let interrupted = step_from(&mut meter, NOP, at(CODE, 3), at(NMI_HANDLER + 3, 0));
     assert_eq!(interrupted, event(kernel(1)));
     // The handler returns to the interrupted instruction, which then completes.
@@ -188,7 +198,7 @@ fn interrupt_is_a_taken_branch_on_amd() {
 fn shadow_instruction_is_stepped_with_successor() {
     assert_eq!(step(MOV_SS_EAX_NOP, CODE + 3).kernel.instructions, 2);
     assert_eq!(step(MOV_SS_EAX_NOP, CODE + 2).kernel.instructions, 1);
-    let mut meter = StepMeter::new(Vendor::Intel);
+    let mut meter = SingleStepMeter::new(Vendor::Intel);
     assert_eq!(
         meter.begin(&at(CODE, 0), &mut Memory::new(MOV_SS_EAX_NOP)),
         InstructionClass::Shadow
@@ -240,7 +250,7 @@ fn long_row_of_fences_counts_up_to_stop_or_fault() {
         let mut memory = Memory::new(&row);
         let bytes = frame.into_iter().flat_map(u64::to_le_bytes).collect();
         memory.0.push((STACK, bytes));
-        let mut meter = StepMeter::new(Vendor::Intel);
+        let mut meter = SingleStepMeter::new(Vendor::Intel);
         meter.begin(&at(CODE, 0), &mut memory);
         let mut stop = at(handler, 0);
         stop.gpr[4] = STACK;
@@ -252,7 +262,7 @@ fn long_row_of_fences_counts_up_to_stop_or_fault() {
     let mut memory = Memory::new(&row);
     let frame = [0, end - 2].into_iter().flat_map(u64::to_le_bytes).collect();
     memory.0.push((STACK, frame));
-    let mut meter = StepMeter::new(Vendor::Intel);
+    let mut meter = SingleStepMeter::new(Vendor::Intel);
     meter.begin(&at(CODE, 0), &mut memory);
     let mut stop = at(GP_HANDLER + 1, 0);
     stop.gpr[4] = STACK - 8;
@@ -302,7 +312,7 @@ fn iret_returns_to_stack_address_or_faults() {
     for (to, counted) in [(0x7777, 1), (GP_HANDLER, 0)] {
         let mut memory = Memory::new(iretq);
         memory.0.push((0x8000, stack.to_vec()));
-        let mut meter = StepMeter::new(Vendor::Intel);
+        let mut meter = SingleStepMeter::new(Vendor::Intel);
         assert_eq!(meter.begin(&from, &mut memory), InstructionClass::InterruptReturn);
         assert_eq!(meter.end(&at(to, 3), &mut memory).kernel.instructions, counted);
     }
@@ -320,7 +330,7 @@ fn count(rip: u64, rcx: u64) -> SteppedCpuState {
 #[test]
 fn unfinished_repeated_instruction_continues_in_another_meter() {
     let whole = count(CODE, 3);
-    let mut meter = StepMeter::new(Vendor::Intel);
+    let mut meter = SingleStepMeter::new(Vendor::Intel);
     meter.begin(&whole, &mut Memory::new(REP_MOVSB));
     assert_eq!(meter.unfinished_at(&whole), None);
     let unfinished = meter.unfinished_at(&count(CODE, 0));
@@ -328,7 +338,7 @@ fn unfinished_repeated_instruction_continues_in_another_meter() {
     meter.end(&count(CODE, 0), &mut Memory::new(REP_MOVSB));
     assert_eq!(meter.unfinished_at(&count(CODE, 0)), unfinished);
 
-    let mut other = StepMeter::new(Vendor::Intel);
+    let mut other = SingleStepMeter::new(Vendor::Intel);
     other.restore_unfinished(unfinished);
     let end = step_from(&mut other, REP_MOVSB, count(CODE, 0), count(CODE + 2, 0));
     assert_eq!((end.kernel.loads, end.kernel.stores), (1, 1));
@@ -336,9 +346,9 @@ fn unfinished_repeated_instruction_continues_in_another_meter() {
 
 #[test]
 fn repeated_instruction_counts_once_despite_interrupts() {
-    let mut meter = StepMeter::new(Vendor::Intel);
+    let mut meter = SingleStepMeter::new(Vendor::Intel);
     let mut step = |from, to| step_from(&mut meter, REP_MOVSB, from, to);
-    assert_eq!(step(count(CODE, 3), count(CODE, 2)), StepOutcome::default());
+    assert_eq!(step(count(CODE, 3), count(CODE, 2)), SingleStepOutcome::default());
     let interrupted = step(count(CODE, 2), count(NMI_HANDLER, 1));
     assert_eq!(interrupted, event(RetiredCounts::default()));
     assert_eq!(
@@ -347,7 +357,7 @@ fn repeated_instruction_counts_once_despite_interrupts() {
     );
     // The vCPU resumes with one iteration left, which leaves RIP at the instruction. The last step
     // only detects that RCX is 0.
-    assert_eq!(step(count(CODE, 1), count(CODE, 0)), StepOutcome::default());
+    assert_eq!(step(count(CODE, 1), count(CODE, 0)), SingleStepOutcome::default());
     let end = step(count(CODE, 0), count(CODE + 2, 0));
     assert_eq!(
         end.kernel,
@@ -367,18 +377,18 @@ fn repeated_instruction_counts_once_despite_interrupts() {
 fn unexplained_step_is_lost_and_not_counted() {
     assert_eq!(step(NOP, 0x5555), lost());
     // Code that cannot be read raises a fault.
-    let mut meter = StepMeter::new(Vendor::Intel);
+    let mut meter = SingleStepMeter::new(Vendor::Intel);
     let unreadable = step_from(&mut meter, NOP, at(0x9999_0000, 0), at(GP_HANDLER, 0));
     assert_eq!(unreadable, event(RetiredCounts::default()));
     // A step that leaves RIP unchanged retires nothing.
-    assert_eq!(step(NOP, CODE), StepOutcome::default());
+    assert_eq!(step(NOP, CODE), SingleStepOutcome::default());
 }
 
 /// An instruction on a page that is not present faults. After the handler has mapped the page, the
 /// instruction is read again, completes, and counts.
 #[test]
 fn unreadable_instruction_counts_after_page_is_mapped() {
-    let mut meter = StepMeter::new(Vendor::Intel);
+    let mut meter = SingleStepMeter::new(Vendor::Intel);
     assert_eq!(
         meter.begin(&at(CODE, 3), &mut Memory(Vec::new())),
         InstructionClass::Unreadable
@@ -394,18 +404,24 @@ fn unreadable_instruction_counts_after_page_is_mapped() {
 
 #[test]
 fn abandoned_step_counts_nothing() {
-    let mut meter = StepMeter::new(Vendor::Intel);
+    let mut meter = SingleStepMeter::new(Vendor::Intel);
     let mut memory = Memory::new(NOP);
-    assert_eq!(meter.end(&at(CODE + 1, 0), &mut memory), StepOutcome::default());
+    assert_eq!(
+        meter.end(&at(CODE + 1, 0), &mut memory),
+        SingleStepOutcome::default()
+    );
     meter.begin(&at(CODE, 0), &mut memory);
     meter.abandon();
-    assert_eq!(meter.end(&at(CODE + 1, 0), &mut memory), StepOutcome::default());
+    assert_eq!(
+        meter.end(&at(CODE + 1, 0), &mut memory),
+        SingleStepOutcome::default()
+    );
 }
 
 #[test]
 fn retired_counts_are_fed_at_their_level() {
     let counts = VmmPmuCounts::new(vmm_counts::SELECTORS);
-    let step = StepOutcome {
+    let step = SingleStepOutcome {
         user: RetiredCounts {
             instructions: 2,
             branches: 1,
@@ -415,7 +431,7 @@ fn retired_counts_are_fed_at_their_level() {
             stores: 2,
         },
         kernel: kernel(1),
-        ..StepOutcome::default()
+        ..SingleStepOutcome::default()
     };
     assert!(!step.feed(&counts));
     for (event, total) in [
@@ -448,29 +464,29 @@ fn gates_are_read_in_each_format_of_the_table() {
     };
     let protected = [&[0; 8], &gate[..8]].concat();
     let long = [&[0; 16], &gate[..]].concat();
-    assert_eq!(find(GateFormat::Real, real.to_vec(), 7, 1), Some(0x1122));
+    assert_eq!(find(IdtGateFormat::Real, real.to_vec(), 7, 1), Some(0x1122));
     assert_eq!(
-        find(GateFormat::Protected, protected.clone(), 15, 1),
+        find(IdtGateFormat::Protected, protected.clone(), 15, 1),
         Some(0x3344_1122)
     );
     assert_eq!(
-        find(GateFormat::Long, long.clone(), 31, 1),
+        find(IdtGateFormat::Long, long.clone(), 31, 1),
         Some(0x5566_7788_3344_1122)
     );
     // Finds no handler if the gate is not present, beyond the limit of the table, or unreadable.
-    assert_eq!(find(GateFormat::Long, long.clone(), 31, 0), None);
-    assert_eq!(find(GateFormat::Long, long.clone(), 30, 1), None);
-    assert_eq!(find(GateFormat::Long, long, 0xFFF, 2), None);
+    assert_eq!(find(IdtGateFormat::Long, long.clone(), 31, 0), None);
+    assert_eq!(find(IdtGateFormat::Long, long.clone(), 30, 1), None);
+    assert_eq!(find(IdtGateFormat::Long, long, 0xFFF, 2), None);
     // A task gate contains no handler address.
     let mut task = protected;
     task[8 + 5] = 0x85;
-    assert_eq!(find(GateFormat::Protected, task, 15, 1), None);
+    assert_eq!(find(IdtGateFormat::Protected, task, 15, 1), None);
 }
 
 /// Returns the branches recorded in a step over `code` at [`CODE`] that changes the vCPU state from
 /// `from` to `to`.
 fn branches_of(code: &[u8], from: SteppedCpuState, to: SteppedCpuState) -> Vec<(u64, u64, BranchKind)> {
-    let mut meter = StepMeter::new(Vendor::Intel);
+    let mut meter = SingleStepMeter::new(Vendor::Intel);
     meter.set_branch_recording(true);
     step_from(&mut meter, code, from, to);
     let branches: Vec<_> = meter.take_branches().map(|b| (b.from, b.to, b.kind)).collect();
@@ -512,7 +528,7 @@ fn interrupts_are_recorded_as_branches() {
         (DEVICE_HANDLER, jumped, BranchKind::Unconditional),
     ];
     assert_eq!(interrupt, expected);
-    let mut meter = StepMeter::new(Vendor::Intel);
+    let mut meter = SingleStepMeter::new(Vendor::Intel);
     step_from(&mut meter, &[0xEB, 0x10], at(CODE, 0), at(CODE + 0x12, 0));
     assert_eq!(meter.take_branches().count(), 0, "recording is off");
 }

@@ -5,7 +5,7 @@ use super::{VERSION_WITH_BRANCHES, VpmuStateError};
 use crate::branches::{BranchControls, BranchRecords, BranchRegister};
 use crate::model::PmuModel;
 use crate::registers;
-use crate::vendor::{PmuRegisters, WriteEffect};
+use crate::vendor::{PmuRegisters, RegisterWriteEffect};
 use crate::vpmu::Vpmu;
 
 impl Vpmu {
@@ -45,7 +45,8 @@ pub(super) fn read_branches(
     // A register that the vendor lacks keeps its initial value.
     let mut checked = |register, value| {
         let initial = at_reset.register(register).map_or(0, |initial| *initial);
-        if value == initial || ops.write_branch_register(register, value) == WriteEffect::Store(value) {
+        if value == initial || ops.write_branch_register(register, value) == RegisterWriteEffect::Store(value)
+        {
             Ok(value)
         } else {
             Err(VpmuStateError::Impossible("a branch record has reserved bits"))

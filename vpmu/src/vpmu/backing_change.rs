@@ -1,9 +1,9 @@
 //! Determines for which counters a restore changes the backing (source of counts).
 
 use super::Vpmu;
-use crate::events::{CounterBacking, GuestEvent};
+use crate::events::{CounterBacking, DecodedCounterEvent};
 use crate::index::{CounterIndex, counters_in};
-use crate::sources::EventSources;
+use crate::sources::CounterBackingSelector;
 
 /// A guest-enabled counter for which a restore changes the backing (source of counts).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -11,7 +11,7 @@ pub struct CounterBackingChange {
     /// Number of the counter.
     pub counter: CounterIndex,
     /// Event with which the guest has programmed the counter.
-    pub event: GuestEvent,
+    pub event: DecodedCounterEvent,
     /// Preferred backing of the event before the restore.
     pub before: CounterBacking,
     /// Preferred backing of the event after the restore, or [`CounterBacking::None`] if the event
@@ -25,12 +25,12 @@ impl Vpmu {
     /// skipped.
     pub fn backing_changes<'a>(
         &'a self,
-        before: &'a EventSources,
-        after: &'a EventSources,
+        before: &'a CounterBackingSelector,
+        after: &'a CounterBackingSelector,
     ) -> impl Iterator<Item = CounterBackingChange> + 'a {
         counters_in(self.model.counters_mask()).filter_map(|counter| {
             let request = self.request(counter).filter(|_| self.is_enabled(counter))?;
-            let backing = |sources: &EventSources| {
+            let backing = |sources: &CounterBackingSelector| {
                 let source = sources.of_request(&request).next();
                 source.map_or(CounterBacking::None, |source| source.backing)
             };

@@ -6,11 +6,11 @@ use super::{MsrReadOutcome, MsrWriteOutcome, Vpmu};
 use crate::PrivilegeLevels;
 use crate::branches::{BranchPhase, BranchRegister};
 use crate::index::MsrAddress;
-use crate::vendor::WriteEffect;
+use crate::vendor::RegisterWriteEffect;
 
 /// Branches that the VMM must collect by single-stepping before it delivers a PMI.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct BranchRequest {
+pub struct BranchCollectionRequest {
     /// Privilege levels whose branches the guest records.
     pub levels: PrivilegeLevels,
     /// Number of branch records that the guest uses.
@@ -22,7 +22,7 @@ impl Vpmu {
     /// no PMI is due, if the branches for it have been collected or are being collected, or if the
     /// guest's branch records are disabled or frozen.
     #[inline]
-    pub fn requested_branches(&self) -> Option<BranchRequest> {
+    pub fn requested_branches(&self) -> Option<BranchCollectionRequest> {
         let branches = self.branches.as_ref()?;
         let requested = self.pmi_due
             && branches.phase == BranchPhase::Idle
@@ -31,8 +31,8 @@ impl Vpmu {
     }
 
     #[expect(clippy::cast_possible_truncation, reason = "at most MAX_BRANCH_RECORDS")]
-    fn branch_request(&self) -> BranchRequest {
-        BranchRequest {
+    fn branch_request(&self) -> BranchCollectionRequest {
+        BranchCollectionRequest {
             levels: self.vendor.branch_levels(&self.registers),
             depth: self.registers.branches.records() as u16,
         }
@@ -140,7 +140,7 @@ impl Vpmu {
             return MsrWriteOutcome::InjectGp;
         };
         match self.vendor.write_branch_register(register, value) {
-            WriteEffect::Store(value) => {
+            RegisterWriteEffect::Store(value) => {
                 if register == BranchRegister::Depth
                     && let Some(branches) = &mut self.branches
                 {
@@ -151,8 +151,8 @@ impl Vpmu {
                 }
                 MsrWriteOutcome::Done
             }
-            WriteEffect::Dropped => MsrWriteOutcome::Done,
-            WriteEffect::Fault => MsrWriteOutcome::InjectGp,
+            RegisterWriteEffect::Dropped => MsrWriteOutcome::Done,
+            RegisterWriteEffect::Fault => MsrWriteOutcome::InjectGp,
         }
     }
 

@@ -113,8 +113,9 @@ impl Vpmu {
         PmiReadiness::NotBefore { time_ns }
     }
 
-    /// Returns the mask of counters that requested the due PMI and that the guest has stopped since,
-    /// outside the last PMI's handler. Linux stops and restarts a sampled event at every tick.
+    /// Returns the mask of counters that requested the due PMI and that the guest has stopped
+    /// since, outside the last PMI's handler. Linux stops and restarts a sampled event at every
+    /// tick.
     ///
     /// If the driver awaits the PMI, it does so after it has stopped the counters globally.
     /// Otherwise a counter is only considered stopped once its own control register disables it.

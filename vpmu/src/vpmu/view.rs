@@ -3,20 +3,20 @@
 use super::Vpmu;
 use crate::counter_events::{CounterEvents, CounterTimes};
 use crate::dialect::EventDialect;
-use crate::events::{CounterBacking, EventRequest};
+use crate::events::{CounterBacking, CounterEventRequest};
 use crate::index::{CounterIndex, MsrAddress, counters_in};
 use crate::vendor::PmuRegister;
 
 /// State of one guest counter, which the VMM shows to the operator.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct CounterView {
+pub struct GuestCounterStatus {
     /// Number of the counter.
     pub counter: CounterIndex,
     /// Set if the guest has enabled the counter in the counter's own control register and globally.
     pub enabled: bool,
     /// Event request that the guest programmed, or `None` if its control selects no privilege
     /// level.
-    pub request: Option<EventRequest>,
+    pub request: Option<CounterEventRequest>,
     /// `true` if the event filter allows the requested event.
     pub allowed: bool,
     /// Backing (source of counts) of the counter, or `None` if the counter has never been enabled.
@@ -70,7 +70,7 @@ impl Vpmu {
     }
 
     /// Returns the state of all existing counters as programmed by the guest.
-    pub fn counters_view(&mut self, events: &mut dyn CounterEvents) -> Vec<CounterView> {
+    pub fn counters_view(&mut self, events: &mut dyn CounterEvents) -> Vec<GuestCounterStatus> {
         self.uncounted_ns(events);
         counters_in(self.model.counters_mask())
             .map(|counter| {
@@ -84,7 +84,7 @@ impl Vpmu {
                     CounterTimes::default()
                 };
                 times.time_enabled_ns = times.time_enabled_ns.saturating_add(uncounted_ns);
-                CounterView {
+                GuestCounterStatus {
                     counter,
                     enabled: self.is_enabled(counter),
                     request,
@@ -114,7 +114,7 @@ impl Vpmu {
     /// Returns the event request that the control bits of `counter` encode, with its event number
     /// decoded for the guest's processor generation.
     #[inline]
-    pub(super) fn request(&self, counter: CounterIndex) -> Option<EventRequest> {
+    pub(super) fn request(&self, counter: CounterIndex) -> Option<CounterEventRequest> {
         let request = self.vendor.request(&self.registers, counter)?;
         Some(self.dialect.decode(request))
     }

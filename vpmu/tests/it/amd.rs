@@ -18,7 +18,10 @@ fn event_select_has_twelve_bits() {
         request.selection,
         EventSelection::General(EventSelect(0xFFF), UnitMask(1))
     );
-    assert_eq!(request.event, GuestEvent::Paravirtual(ParavirtualEvent::VmExits));
+    assert_eq!(
+        request.event,
+        DecodedCounterEvent::Paravirtual(ParavirtualEvent::VmExits)
+    );
 }
 
 /// The host-only and guest-only bits depend on EFER.SVME (APM vol. 2 §13.2.1, HG_ONLY). The guest

@@ -7,12 +7,12 @@ use std::io;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use perf_core::pmu::clock::{ClockPmu, VcpuClock};
+use perf_core::pmu::clock::{ClockPmu, VcpuRunTimeClock};
 use perf_core::pmu::sim::SimPmu;
 use perf_core::pmu::vmm_pmu::{VmmPmu, VmmPmuCounts};
-use perf_core::pmu::{Pmu, PmuCapacity, PmuError, PmuEvent, PmuTarget, VcpuId};
+use perf_core::pmu::{Pmu, PmuCapacity, PmuError, PmuEvent, PmuEventTarget, VcpuId};
 use perf_core::time::ManualClock;
-use perf_core::{Attr, EventType, PerfCore, PerfCoreConfig, SharePolicy, VcpuContext};
+use perf_core::{Attr, EventType, PerfCore, PerfCoreConfig, SharePolicy, VcpuEventContext};
 use vpmu::registers::*;
 use vpmu::*;
 
@@ -223,7 +223,7 @@ fn sampling_period_continues_over_fallback() {
 fn unsupported_and_filtered_events_are_uncounted() {
     let mut guest = counting();
     guest.events.backing_of = |request| match request.event {
-        GuestEvent::Raw => CounterBacking::None,
+        DecodedCounterEvent::Raw => CounterBacking::None,
         _ => CounterBacking::Hardware,
     };
     guest.write(IA32_PERFEVTSEL0, 0x43_01D1);
@@ -270,7 +270,7 @@ impl Pmu for Hardware {
         self.pmu.capacity()
     }
 
-    fn open(&self, attr: &Attr, target: PmuTarget) -> Result<Box<dyn PmuEvent>, PmuError> {
+    fn open(&self, attr: &Attr, target: PmuEventTarget) -> Result<Box<dyn PmuEvent>, PmuError> {
         if self.mediated.load(Ordering::Relaxed) {
             let refused = io::Error::from_raw_os_error(libc::EOPNOTSUPP);
             return Err(PmuError::Mediated(refused));
@@ -287,24 +287,24 @@ pub struct PerfCoreGuest {
     core: PerfCore,
     clock: Arc<ManualClock>,
     pub pmu: SimPmu,
-    pub context: Arc<VcpuContext>,
-    guest_clock: Arc<VcpuClock>,
+    pub context: Arc<VcpuEventContext>,
+    guest_clock: Arc<VcpuRunTimeClock>,
     pub guest: Guest<PerfCoreEvents>,
 }
 
 impl PerfCoreGuest {
-    fn new(slots: usize, policy: BackingPolicy) -> Self {
+    fn new(slots: usize, policy: CounterBackingPolicy) -> Self {
         Self::on(SimPmu::with_slots(slots), policy)
     }
 
     /// Creates a guest that counts instructions and cycles on the host PMU `pmu`.
-    pub fn on(pmu: SimPmu, policy: BackingPolicy) -> Self {
+    pub fn on(pmu: SimPmu, policy: CounterBackingPolicy) -> Self {
         Self::beside(pmu, policy, Arc::default())
     }
 
     /// Creates a guest whose backings `policy` selects, on a host with the PMU `pmu`. While
     /// `mediated` is `true`, another VM with a mediated vPMU exists on the host.
-    fn beside(pmu: SimPmu, policy: BackingPolicy, mediated: Arc<AtomicBool>) -> Self {
+    fn beside(pmu: SimPmu, policy: CounterBackingPolicy, mediated: Arc<AtomicBool>) -> Self {
         let clock = Arc::new(ManualClock::new());
         let core = PerfCore::new(PerfCoreConfig {
             clock: clock.clone(),
@@ -315,7 +315,7 @@ impl PerfCoreGuest {
             mediated,
         }));
         let clock_pmu = ClockPmu::new(None);
-        let guest_clock = Arc::new(VcpuClock::for_current_thread(1_000_000));
+        let guest_clock = Arc::new(VcpuRunTimeClock::for_current_thread(1_000_000));
         clock_pmu.add_vcpu(VCPU, guest_clock.clone());
         core.register(Arc::new(clock_pmu));
         let vmm_pmu = VmmPmu::new();
@@ -323,7 +323,7 @@ impl PerfCoreGuest {
         core.register(Arc::new(vmm_pmu));
         let context = core.add_vcpu(VCPU, guest_clock.tid()).unwrap();
         context.sched_in();
-        let sources = EventSources::new(policy, Some(Vendor::Intel), |_| None);
+        let sources = CounterBackingSelector::new(policy, Some(Vendor::Intel), |_| None);
         let events = PerfCoreEvents::new(core.clone(), VCPU, sources);
         let vpmu = Guest::of("intel", Some("4+3")).vpmu;
         let mut rig = Self {
@@ -358,7 +358,7 @@ impl PerfCoreGuest {
 
 #[test]
 fn revoked_slot_is_reported_and_regained() {
-    let mut rig = PerfCoreGuest::new(2, BackingPolicy::Hardware);
+    let mut rig = PerfCoreGuest::new(2, CounterBackingPolicy::Hardware);
     rig.run(40);
     rig.pmu.take_slots(2);
     rig.run(100);
@@ -387,12 +387,12 @@ fn revoked_slot_is_reported_and_regained() {
 /// guest access.
 #[test]
 fn operator_event_revokes_and_returns_slots() {
-    let mut rig = PerfCoreGuest::new(2, BackingPolicy::Hardware);
+    let mut rig = PerfCoreGuest::new(2, CounterBackingPolicy::Hardware);
     rig.run(10);
     rig.core.set_share(SharePolicy::OperatorFirst);
     let admin = rig.core.session(0, perf_core::SessionRole::Admin);
     let open = || {
-        let target = perf_core::OpenTarget::Vcpu(VCPU);
+        let target = perf_core::EventOpenTarget::Vcpu(VCPU);
         let attr = Attr::counting(EventType::HARDWARE, 4);
         rig.core
             .open(&admin, attr, target, None, perf_core::OpenFlags::default())
@@ -415,7 +415,7 @@ fn operator_event_revokes_and_returns_slots() {
 /// While the VMM pauses the vCPU, time is neither counted nor uncounted.
 #[test]
 fn vcpu_pause_is_not_uncounted_time() {
-    let mut rig = PerfCoreGuest::new(1, BackingPolicy::Hardware);
+    let mut rig = PerfCoreGuest::new(1, CounterBackingPolicy::Hardware);
     rig.run(30);
     let before = rig.guest.uncounted_ns();
     assert_eq!(before, 30 * MS, "two counters on one slot");
@@ -428,7 +428,7 @@ fn vcpu_pause_is_not_uncounted_time() {
 
 #[test]
 fn perf_core_cycles_fall_back_to_clock() {
-    let mut rig = PerfCoreGuest::new(2, BackingPolicy::Auto);
+    let mut rig = PerfCoreGuest::new(2, CounterBackingPolicy::Auto);
     rig.run(30);
     rig.pmu.take_slots(2);
     rig.run(100);
@@ -455,7 +455,11 @@ fn perf_core_cycles_fall_back_to_clock() {
 #[test]
 fn mediated_neighbour_leaves_cycles_to_clock() {
     let mediated = Arc::new(AtomicBool::new(true));
-    let mut rig = PerfCoreGuest::beside(SimPmu::with_slots(2), BackingPolicy::Auto, mediated.clone());
+    let mut rig = PerfCoreGuest::beside(
+        SimPmu::with_slots(2),
+        CounterBackingPolicy::Auto,
+        mediated.clone(),
+    );
     rig.run(50);
     let (instructions, cycles) = (rig.guest.view(0), rig.guest.view(1));
     assert!(cycles.counting && cycles.fallback && cycles.backing == Some(CounterBacking::Clock));

@@ -89,7 +89,7 @@ struct Machine {
     memory: Memory,
     vpmu: Vpmu,
     events: PerfCoreEvents,
-    meter: StepMeter,
+    meter: SingleStepMeter,
     vmm_counts: Arc<VmmPmuCounts>,
 }
 
@@ -171,7 +171,7 @@ impl Machine {
         let events = PerfCoreEvents::new(
             core,
             VcpuId(0),
-            EventSources::new(BackingPolicy::Exact, None, |_| None),
+            CounterBackingSelector::new(CounterBackingPolicy::Exact, None, |_| None),
         );
         Some(Self {
             vcpu,
@@ -179,7 +179,7 @@ impl Machine {
             memory,
             vpmu: Vpmu::new(PmuModel::INTEL),
             events,
-            meter: StepMeter::new(Vendor::Intel),
+            meter: SingleStepMeter::new(Vendor::Intel),
             vmm_counts,
         })
     }

@@ -190,7 +190,7 @@ impl Child {
             assert_eq!(memory.read(self.state().gpr[4], &mut bytes), 8);
             u64::from_le_bytes(bytes)
         };
-        let mut meter = StepMeter::new(vendor);
+        let mut meter = SingleStepMeter::new(vendor);
         let mut total = RetiredCounts::default();
         while self.state().rip != back {
             meter.begin(&self.state(), &mut memory);
@@ -293,7 +293,7 @@ fn every_step_of_a_program_is_explained() {
         // SAFETY: both lists end with a null pointer and are valid during the call.
         unsafe { libc::execv(program, arguments.as_ptr()) };
     });
-    let mut meter = StepMeter::new(Vendor::Intel);
+    let mut meter = SingleStepMeter::new(Vendor::Intel);
     let mut retired = 0;
     let mut steps = 0;
     while steps < 60_000 {

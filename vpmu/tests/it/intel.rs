@@ -184,11 +184,11 @@ fn event_3c_01_differs_from_fixed_counter_2() {
     let event = |counter: Option<CounterIndex>| guest.events.request(counter.unwrap()).unwrap().event;
     assert_eq!(
         event(CounterIndex::general(0)),
-        GuestEvent::Architectural(ArchEvent::BusCycles)
+        DecodedCounterEvent::Architectural(ArchEvent::BusCycles)
     );
     assert_eq!(
         event(CounterIndex::fixed(2)),
-        GuestEvent::Architectural(ArchEvent::RefCycles)
+        DecodedCounterEvent::Architectural(ArchEvent::RefCycles)
     );
     // Bit 2 of CPUID.0AH:EBX refers to 3CH/01H, regardless of fixed counter 2.
     let mut leaf = CpuidRegs::default();
@@ -326,11 +326,11 @@ fn conditional_branches_depend_on_signature() {
     let event = |guest: &Guest| guest.events.request(counter).unwrap().event;
     let mut guest = Guest::of("intel", None);
     guest.write(IA32_PERFEVTSEL0, CONDITIONAL_01 | 1 << 22);
-    assert_eq!(event(&guest), GuestEvent::Raw);
+    assert_eq!(event(&guest), DecodedCounterEvent::Raw);
     // A new signature also changes the event of a programmed counter.
     guest.vpmu.set_signature(0x0005_0657);
     guest.vpmu.reconcile(&mut guest.events);
-    let conditional = GuestEvent::Architectural(ArchEvent::ConditionalBranches);
+    let conditional = DecodedCounterEvent::Architectural(ArchEvent::ConditionalBranches);
     assert_eq!(event(&guest), conditional);
     assert_eq!(
         guest.vpmu.counters_view(&mut guest.events)[0]

@@ -160,7 +160,7 @@ fn event_lost_during_pause_is_restarted() {
 fn exact_events_stop_immediately() {
     let mut guest = four_counters();
     guest.events.backing_of = |request| match request.event {
-        GuestEvent::Architectural(ArchEvent::Instructions) => CounterBacking::Hardware,
+        DecodedCounterEvent::Architectural(ArchEvent::Instructions) => CounterBacking::Hardware,
         _ => CounterBacking::Exact,
     };
     guest.write(IA32_PERFEVTSEL0, 0x53_00C1);

@@ -5,10 +5,10 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use perf_core::pmu::VcpuId;
-use perf_core::pmu::clock::{ClockPmu, VcpuClock};
+use perf_core::pmu::clock::{ClockPmu, VcpuRunTimeClock};
 use perf_core::pmu::host::HostPmu;
 use perf_core::pmu::vmm_pmu::{VmmPmu, VmmPmuCounts};
-use perf_core::{PerfCore, PerfCoreConfig, VcpuContext};
+use perf_core::{PerfCore, PerfCoreConfig, VcpuEventContext};
 use proptest::prelude::*;
 use vpmu::registers::*;
 use vpmu::*;
@@ -20,26 +20,26 @@ const TSC_KHZ: u32 = 1_000_000;
 
 struct Machine {
     guest: Guest<PerfCoreEvents>,
-    context: Arc<VcpuContext>,
+    context: Arc<VcpuEventContext>,
     vmm_counts: Arc<VmmPmuCounts>,
-    clock: Arc<VcpuClock>,
+    clock: Arc<VcpuRunTimeClock>,
 }
 
 impl Machine {
-    fn new(model: PmuModel, policy: BackingPolicy) -> Self {
+    fn new(model: PmuModel, policy: CounterBackingPolicy) -> Self {
         let core = PerfCore::new(PerfCoreConfig::default());
         let vmm_counts = Arc::new(VmmPmuCounts::new(vmm_counts::SELECTORS));
         let fed_pmu = VmmPmu::new();
         fed_pmu.add_vcpu(VCPU, vmm_counts.clone());
         core.register(Arc::new(fed_pmu));
         core.register(Arc::new(HostPmu::software(None)));
-        let clock = Arc::new(VcpuClock::for_current_thread(TSC_KHZ));
+        let clock = Arc::new(VcpuRunTimeClock::for_current_thread(TSC_KHZ));
         let clock_pmu = ClockPmu::new(None);
         clock_pmu.add_vcpu(VCPU, clock.clone());
         core.register(Arc::new(clock_pmu));
         let context = core.add_vcpu(VCPU, clock.tid()).unwrap();
         context.sched_in();
-        let events = PerfCoreEvents::new(core, VCPU, EventSources::new(policy, None, |_| None));
+        let events = PerfCoreEvents::new(core, VCPU, CounterBackingSelector::new(policy, None, |_| None));
         let vpmu = Vpmu::new(model);
         Self {
             guest: Guest { vpmu, events },
@@ -79,7 +79,7 @@ impl Machine {
 
 #[test]
 fn exact_counts_respect_privilege_levels() {
-    let mut m = Machine::new(PmuModel::INTEL, BackingPolicy::Exact);
+    let mut m = Machine::new(PmuModel::INTEL, CounterBackingPolicy::Exact);
     m.guest.write(IA32_PERFEVTSEL0, 0x41_00C0); // USR
     m.guest.write(IA32_PERFEVTSEL0 + 1, 0x42_00C0); // OS
     m.guest.write(IA32_PERFEVTSEL0 + 2, 0x43_003C); // OS and USR, for a cycle event
@@ -116,7 +116,7 @@ fn fed_event_overflow_raises_one_pmi() {
         } else {
             (PERF_CTL0, PERF_CTR0)
         };
-        let mut m = Machine::new(model, BackingPolicy::Exact);
+        let mut m = Machine::new(model, CounterBackingPolicy::Exact);
         m.guest.write(counter, (1 << 48) - 7);
         m.guest.write(select, 0x53_00C0);
         for round in 0..50u64 {
@@ -134,7 +134,7 @@ fn fed_event_overflow_raises_one_pmi() {
 
 #[test]
 fn clock_counts_guest_time_only_and_a_disabled_counter_never_moves() {
-    let mut m = Machine::new(PmuModel::AMD, BackingPolicy::Auto);
+    let mut m = Machine::new(PmuModel::AMD, CounterBackingPolicy::Auto);
     m.guest.write(PERF_CTL0, 0x43_0076);
     // Repeats the run, because another process on the host may occupy the CPU for an entire run.
     let (start, mut counted) = (Instant::now(), 0);
@@ -164,7 +164,11 @@ fn clock_counts_guest_time_only_and_a_disabled_counter_never_moves() {
 
 #[test]
 fn unsupported_event_does_not_count() {
-    for policy in [BackingPolicy::None, BackingPolicy::Hardware, BackingPolicy::Clock] {
+    for policy in [
+        CounterBackingPolicy::None,
+        CounterBackingPolicy::Hardware,
+        CounterBackingPolicy::Clock,
+    ] {
         let mut m = Machine::new(PmuModel::INTEL, policy);
         m.guest.write(IA32_PERFEVTSEL0, 0x43_00C0);
         m.retire(0, 50);
@@ -176,10 +180,10 @@ fn unsupported_event_does_not_count() {
 #[test]
 fn paravirtual_events_count_with_every_policy() {
     for policy in [
-        BackingPolicy::None,
-        BackingPolicy::Clock,
-        BackingPolicy::Exact,
-        BackingPolicy::Auto,
+        CounterBackingPolicy::None,
+        CounterBackingPolicy::Clock,
+        CounterBackingPolicy::Exact,
+        CounterBackingPolicy::Auto,
     ] {
         let mut m = Machine::new(PmuModel::INTEL, policy);
         m.guest.write(IA32_PERFEVTSEL0, 0x43_05FF); // host page faults
@@ -199,7 +203,7 @@ fn paravirtual_events_count_with_every_policy() {
 
 #[test]
 fn rotated_events_are_reused() {
-    let mut m = Machine::new(PmuModel::INTEL, BackingPolicy::Exact);
+    let mut m = Machine::new(PmuModel::INTEL, CounterBackingPolicy::Exact);
     let selectors = [0x43_00C0, 0x41_00C0, 0x43_00C4, 0x42_81D0];
     for selector in selectors {
         m.guest.write(IA32_PERFEVTSEL0, selector);
@@ -222,12 +226,12 @@ fn rotated_events_are_reused() {
 
 #[test]
 fn restored_counters_resume() {
-    let mut here = Machine::new(PmuModel::INTEL, BackingPolicy::Exact);
+    let mut here = Machine::new(PmuModel::INTEL, CounterBackingPolicy::Exact);
     here.guest.write(IA32_PERFEVTSEL0, 0x53_00C0);
     here.guest.write(IA32_A_PMC0, (1 << 48) - 10);
     here.retire(0, 4);
     let bytes = here.guest.vpmu.save(&mut here.guest.events);
-    let mut there = Machine::new(PmuModel::INTEL, BackingPolicy::Exact);
+    let mut there = Machine::new(PmuModel::INTEL, CounterBackingPolicy::Exact);
     there.guest.vpmu.restore(&bytes, &mut there.guest.events).unwrap();
     there.guest.vpmu.reconcile(&mut there.guest.events);
     there.retire(0, 5);
@@ -239,14 +243,14 @@ fn restored_counters_resume() {
 
 #[test]
 fn vcpu_thread_change_keeps_counts_and_overflows() {
-    let mut here = Machine::new(PmuModel::INTEL, BackingPolicy::Exact);
+    let mut here = Machine::new(PmuModel::INTEL, CounterBackingPolicy::Exact);
     here.guest.write(IA32_PERFEVTSEL0, 0x53_00C0);
     here.guest.write(IA32_A_PMC0, (1 << 48) - 10);
     here.retire(0, 4);
     // The next thread uses its own context and events.
     here.guest.vpmu.detach(&mut here.guest.events);
     assert_eq!(here.context.stats().events, 0);
-    let mut there = Machine::new(PmuModel::INTEL, BackingPolicy::Exact);
+    let mut there = Machine::new(PmuModel::INTEL, CounterBackingPolicy::Exact);
     there.guest.vpmu = here.guest.vpmu;
     there.guest.vpmu.reconcile(&mut there.guest.events);
     there.retire(0, 5);
@@ -295,7 +299,7 @@ proptest! {
     /// the VMM) and events that keep counting (host events).
     #[test]
     fn pausing_backings_are_indistinguishable(accesses in accesses(), freeze in any::<bool>()) {
-        let mut vmm_counts = Machine::new(PmuModel::INTEL, BackingPolicy::Exact);
+        let mut vmm_counts = Machine::new(PmuModel::INTEL, CounterBackingPolicy::Exact);
         let mut host = Guest::new(PmuModel::INTEL);
         if freeze {
             vmm_counts.guest.write(IA32_DEBUGCTL, DEBUGCTL_FREEZE_ON_PMI);

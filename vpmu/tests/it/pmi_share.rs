@@ -266,8 +266,8 @@ fn held_overflows_are_visible_and_share_one_pmi() {
     assert_eq!((counts.delivered, counts.held, counts.held_ns), (2, 1, 990));
 }
 
-/// A PMI delayed by the share limit is delivered on AMD models as soon as the guest stops the counter
-/// outside the handler, because Linux's driver waits for it.
+/// A PMI delayed by the share limit is delivered on AMD models as soon as the guest stops the
+/// counter outside the handler, because Linux's driver waits for it.
 #[test]
 fn held_pmi_is_delivered_when_an_amd_counter_is_stopped() {
     for (model, registers) in &MODELS[1..] {

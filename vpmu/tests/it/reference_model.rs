@@ -1,7 +1,7 @@
 //! Tests that the PMU agrees with the reference model for arbitrary guest and host operations.
 
 use proptest::prelude::*;
-use vpmu::sim::SimEvents;
+use vpmu::sim::SimCounterEvents;
 
 use crate::testing;
 
@@ -10,6 +10,6 @@ proptest! {
 
     #[test]
     fn pmu_matches_reference_model(bytes in proptest::collection::vec(any::<u8>(), 0..3000)) {
-        testing::stream::run::<SimEvents>(&bytes);
+        testing::stream::run::<SimCounterEvents>(&bytes);
     }
 }

@@ -4,8 +4,8 @@
 
 use std::sync::{Arc, Mutex, Weak};
 
-use perf_core::pmu::{PmuCapacity, PmuError, PmuEvent, PmuTarget, VcpuId};
-use perf_core::{Attr, EventType, PerfCore, PerfCoreConfig, Pmu, VcpuContext};
+use perf_core::pmu::{PmuCapacity, PmuError, PmuEvent, PmuEventTarget, VcpuId};
+use perf_core::{Attr, EventType, PerfCore, PerfCoreConfig, Pmu, VcpuEventContext};
 use proptest::prelude::*;
 use vpmu::*;
 
@@ -72,7 +72,7 @@ impl Pmu for TickPmu {
         PmuCapacity::Unlimited
     }
 
-    fn open(&self, attr: &Attr, _: PmuTarget) -> Result<Box<dyn PmuEvent>, PmuError> {
+    fn open(&self, attr: &Attr, _: PmuEventTarget) -> Result<Box<dyn PmuEvent>, PmuError> {
         if attr.ty == EventType::RAW && attr.config & 0xF_0000_00FF == UNCOUNTABLE_SELECT {
             return Err(PmuError::NoSuchEvent);
         }
@@ -85,7 +85,7 @@ impl Pmu for TickPmu {
 /// A vCPU whose counter events are perf-core events of the simulated driver.
 struct Machine {
     driver: Arc<TickPmu>,
-    context: Arc<VcpuContext>,
+    context: Arc<VcpuEventContext>,
     events: PerfCoreEvents,
 }
 
@@ -102,7 +102,7 @@ impl TestEvents for Machine {
         core.register(driver.clone());
         let context = core.add_vcpu(VCPU, 0).unwrap();
         context.sched_in();
-        let sources = EventSources::new(BackingPolicy::Hardware, Some(vendor), |_| Some(0));
+        let sources = CounterBackingSelector::new(CounterBackingPolicy::Hardware, Some(vendor), |_| Some(0));
         Self {
             driver,
             context,
@@ -162,5 +162,5 @@ fn vcpu_parts_are_send() {
     fn sendable<T: Send>() {}
     sendable::<Vpmu>();
     sendable::<PerfCoreEvents>();
-    sendable::<vpmu::exact::StepMeter>();
+    sendable::<vpmu::exact::SingleStepMeter>();
 }

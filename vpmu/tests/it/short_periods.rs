@@ -2,7 +2,7 @@
 //! allows, as on Intel processors, where Linux rejects periods below 2, 32 or 128 for some events.
 
 use perf_core::pmu::VcpuId;
-use perf_core::pmu::sim::{SimConfig, SimPmu};
+use perf_core::pmu::sim::{SimPmu, SimPmuConfig};
 use vpmu::registers::*;
 use vpmu::*;
 
@@ -17,12 +17,12 @@ const MINIMUMS: [u64; 4] = [1, 2, 32, 128];
 /// Returns a guest that samples branches, with `distance` counts until the first overflow, on a
 /// host with the minimum period `min_period`.
 fn sampling(min_period: u64, distance: u64) -> PerfCoreGuest {
-    let pmu = SimPmu::new(SimConfig {
+    let pmu = SimPmu::new(SimPmuConfig {
         slots: Some(4),
         min_period,
-        ..SimConfig::default()
+        ..SimPmuConfig::default()
     });
-    let mut rig = PerfCoreGuest::on(pmu, BackingPolicy::Hardware);
+    let mut rig = PerfCoreGuest::on(pmu, CounterBackingPolicy::Hardware);
     rig.guest.write(IA32_PERF_GLOBAL_CTRL, 0);
     rig.guest.write(IA32_PERFEVTSEL0, BRANCHES);
     rig.guest.write(IA32_A_PMC0, (1 << 48) - distance);

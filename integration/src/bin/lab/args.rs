@@ -17,7 +17,7 @@ use integration::lab::{LabOptions, invalid_path_reason};
     name = "lab",
     after_help = "Example: lab --get /tmp/guest.pprof=guest.pprof perfvisor check"
 )]
-pub struct LabRequest {
+pub struct LabArgs {
     /// Puts FILE into the lab before the command (repeatable)
     #[arg(long = "file", value_name = "LABPATH=FILE", value_parser = pair)]
     files: Vec<LabFileArgument>,
@@ -93,14 +93,14 @@ pub enum UsageError {
     TooManyGets,
 }
 
-impl LabRequest {
+impl LabArgs {
     /// Returns the maximum duration of the command.
     pub fn time_limit(&self) -> Duration {
         Duration::from_secs(60 * u64::from(self.minutes))
     }
 
-    /// Returns the options of the lab. Rejects files that cannot be read and destinations that cannot
-    /// be written before the lab boots.
+    /// Returns the options of the lab. Rejects files that cannot be read and destinations that
+    /// cannot be written before the lab boots.
     ///
     /// # Errors
     /// Returns a [`UsageError`] that names the option.
@@ -182,9 +182,9 @@ mod tests {
     use super::*;
     use clap::Parser;
 
-    fn parse(line: &str) -> Result<(LabRequest, LabOptions), String> {
+    fn parse(line: &str) -> Result<(LabArgs, LabOptions), String> {
         let words = std::iter::once("lab").chain(line.split_whitespace());
-        let request = LabRequest::try_parse_from(words).map_err(|error| error.to_string())?;
+        let request = LabArgs::try_parse_from(words).map_err(|error| error.to_string())?;
         let options = request.options().map_err(|error| error.to_string())?;
         Ok((request, options))
     }

@@ -7,14 +7,14 @@ use std::process::ExitCode;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
-use args::LabRequest;
+use args::LabArgs;
 use clap::Parser;
 use guest_images::qemu::Qemu;
 use integration::artefacts::{self, ArtefactError, describe};
 use integration::lab::{Lab, LabOptions};
 
 fn main() -> ExitCode {
-    let request = LabRequest::parse();
+    let request = LabArgs::parse();
     if request.build_only {
         return match build() {
             Ok(qemu) => {
@@ -34,7 +34,7 @@ fn main() -> ExitCode {
 }
 
 /// Boots the lab and runs the requested command.
-fn run(request: &LabRequest, mut options: LabOptions) -> ExitCode {
+fn run(request: &LabArgs, mut options: LabOptions) -> ExitCode {
     // Build before signals are handled, so that Ctrl-C ends the build as usual.
     let built = build().and_then(|_| artefacts::images_of(&options.kernel));
     if let Err(error) = built {

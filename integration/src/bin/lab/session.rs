@@ -12,15 +12,15 @@ use std::thread;
 use std::time::Duration;
 
 use integration::artefacts::describe;
-use integration::lab::{Lab, LabError, RemoteProcess};
-use integration::limit::ProgressLimit;
-use integration::process::{HostCommand, OutputSink, ProcessError};
+use integration::lab::{Lab, LabError, LabProcess};
+use integration::limit::ProcessTimeLimits;
+use integration::process::{HostCommand, OutputSink, ProcessRunError};
 use lab_agent::ordered::OutputStream;
 use lab_agent::terminal::{RawMode, window_size};
-use lab_agent::wire::{ProcessExit, StreamMode, TerminalSize};
+use lab_agent::wire::{ProcessExit, StdioMode, TerminalSize};
 use nix::sys::signal::{SigSet, Signal};
 
-use crate::args::{LabFileArgument, LabRequest, directory_of};
+use crate::args::{LabArgs, LabFileArgument, directory_of};
 
 /// Exit status that reports a timed-out command, as in timeout(1).
 const TIMED_OUT: u8 = 124;
@@ -114,7 +114,7 @@ impl LabSignals {
 }
 
 /// Runs the command or the shell, copies the files out, and returns the exit status.
-pub fn run(lab: Lab, request: &LabRequest, signals: LabSignals) -> ExitCode {
+pub fn run(lab: Lab, request: &LabArgs, signals: LabSignals) -> ExitCode {
     let lab = Arc::new(lab);
     let is_shell = request.argv.is_empty();
     let is_terminal = stdin().is_terminal() && stdout().is_terminal();
@@ -147,14 +147,14 @@ struct CommandFailure {
 /// Runs the command in the lab and returns its exit status.
 fn start(
     lab: &Arc<Lab>,
-    request: &LabRequest,
+    request: &LabArgs,
     terminal: bool,
     signals: LabSignals,
 ) -> Result<u8, CommandFailure> {
     let streams = if terminal {
-        StreamMode::Terminal(window_size(stdout()).unwrap_or(DEFAULT_SIZE))
+        StdioMode::Terminal(window_size(stdout()).unwrap_or(DEFAULT_SIZE))
     } else {
-        StreamMode::Ordered
+        StdioMode::Ordered
     };
     let sink = output_sink(signals.sender.clone());
     let (process, remote) = lab
@@ -180,9 +180,9 @@ fn start(
     let (weak, kept) = (Arc::downgrade(lab), Arc::clone(&reaction));
     thread::spawn(move || react(&signals.events, &remote, &weak, &kept));
     let limit = if request.argv.is_empty() {
-        ProgressLimit::from(Duration::MAX)
+        ProcessTimeLimits::from(Duration::MAX)
     } else {
-        ProgressLimit::from(request.time_limit())
+        ProcessTimeLimits::from(request.time_limit())
     };
     let result = process.wait(limit);
     // Restore the terminal mode before printing messages.
@@ -196,7 +196,7 @@ fn start(
 }
 
 /// Returns the command of a request, or a shell.
-fn command(request: &LabRequest, terminal: bool) -> HostCommand {
+fn command(request: &LabArgs, terminal: bool) -> HostCommand {
     let mut command = HostCommand {
         argv: request.argv.clone(),
         env: Vec::new(),
@@ -210,16 +210,16 @@ fn command(request: &LabRequest, terminal: bool) -> HostCommand {
     }
 }
 
-fn failure(error: &ProcessError) -> CommandFailure {
+fn failure(error: &ProcessRunError) -> CommandFailure {
     let status = match error {
-        ProcessError::TimedOut { .. } => TIMED_OUT,
+        ProcessRunError::TimedOut { .. } => TIMED_OUT,
         // The status that a shell returns for a missing command.
-        ProcessError::Start { .. } => 127,
+        ProcessRunError::Start { .. } => 127,
         _ => 1,
     };
     let message = match error {
         // The output was shown as it arrived.
-        ProcessError::TimedOut { command, overrun, .. } => format!("{command}: {overrun}"),
+        ProcessRunError::TimedOut { command, overrun, .. } => format!("{command}: {overrun}"),
         _ => describe(error),
     };
     CommandFailure { status, message }
@@ -274,7 +274,7 @@ fn write_all(out: &mut impl Write, bytes: &[u8]) -> io::Result<()> {
 /// status to report is stored in `reaction`.
 fn react(
     events: &Receiver<SessionEvent>,
-    remote: &RemoteProcess,
+    remote: &LabProcess,
     lab: &Weak<Lab>,
     reaction: &Mutex<Option<u8>>,
 ) {
@@ -335,7 +335,7 @@ fn react(
 
 /// Forwards this process's standard input to the command until end of file. On a raw terminal, the
 /// escape sequence Ctrl-A x also ends the forwarding.
-fn forward_input(remote: &RemoteProcess, is_raw: bool, events: &Sender<SessionEvent>) {
+fn forward_input(remote: &LabProcess, is_raw: bool, events: &Sender<SessionEvent>) {
     let mut buffer = [0; 4096];
     let mut escape = EscapeFilter::default();
     loop {

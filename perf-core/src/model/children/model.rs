@@ -10,7 +10,7 @@ use loom::thread;
 use super::{Children, FamilyMember};
 use crate::model::slices::EstimateSum;
 use crate::model::totals::{ExitedTotals, Totals};
-use crate::time::TimeTotals;
+use crate::time::EventTimeTotals;
 
 /// A child event with an atomic count, which another thread increments.
 #[derive(Clone)]
@@ -24,7 +24,7 @@ impl FamilyMember for Child {
         let n = self.count.load(Relaxed);
         Totals {
             count: n,
-            times: TimeTotals {
+            times: EventTimeTotals {
                 enabled_ns: n,
                 running_ns: n,
             },

@@ -7,17 +7,17 @@ fn fill(queue: &mut MuxQueue, slots: usize) -> Vec<usize> {
     let mut on = Vec::new();
     queue.fill(|key| {
         if on.len() == slots {
-            return SlotOffer::NoRoom;
+            return SlotOfferOutcome::NoRoom;
         }
         on.push(usize::from(key));
-        SlotOffer::Taken
+        SlotOfferOutcome::Taken
     });
     on
 }
 
 fn queue(policy: MuxPolicy, groups: usize) -> MuxQueue {
     let mut queue = MuxQueue::new(policy, 1_000);
-    (0..groups).for_each(|key| queue.insert(GroupKey::from(key)));
+    (0..groups).for_each(|key| queue.insert(MuxGroupKey::from(key)));
     queue
 }
 
@@ -201,19 +201,19 @@ fn no_interval_ends_while_all_groups_are_active() {
 fn large_group_is_not_starved() {
     for policy in [MuxPolicy::Rotate, MuxPolicy::Adaptive] {
         let mut queue = queue(policy, 6);
-        let large = GroupKey::from(5);
-        let need = |key: GroupKey| if key == large { 3 } else { 1 };
+        let large = MuxGroupKey::from(5);
+        let need = |key: MuxGroupKey| if key == large { 3 } else { 1 };
         let mut turns_on = 0;
         let mut now = 0;
         for _ in 0..200 {
             let mut used = 0;
             queue.fill(|key| {
                 if used + need(key) > 3 {
-                    return SlotOffer::NoRoom;
+                    return SlotOfferOutcome::NoRoom;
                 }
                 used += need(key);
                 turns_on += u32::from(key == large);
-                SlotOffer::Taken
+                SlotOfferOutcome::Taken
             });
             now = queue.next_turn_ns().unwrap().max(now);
             queue.turn(now);
@@ -256,12 +256,12 @@ proptest! {
                     let mut room = 3;
                     queue.fill(|key| {
                         if usize::from(key) % 5 == 4 {
-                            SlotOffer::NotNow
+                            SlotOfferOutcome::NotNow
                         } else if room == 0 {
-                            SlotOffer::NoRoom
+                            SlotOfferOutcome::NoRoom
                         } else {
                             room -= 1;
-                            SlotOffer::Taken
+                            SlotOfferOutcome::Taken
                         }
                     });
                 }

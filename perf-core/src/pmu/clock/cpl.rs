@@ -13,11 +13,11 @@
 //!   guest's kernel accounts for this time as host kernel time. In this case, host kernel time is
 //!   attributed to level 0.
 //! - Kicks. A timer signal forces the vCPU to exit the guest, and its thread reports the current
-//!   level ([`super::VcpuClock::tick`]). The timer is one-shot and each report re-arms it, so a
-//!   slow VMM is not kicked again before the guest has made progress. Time in which no event is
-//!   started does not count towards the tick: a guest that stops and starts its events many times
-//!   per tick is sampled as often as one that leaves them enabled. After the last event stops, the
-//!   timer may expire once more without effect.
+//!   level ([`super::VcpuRunTimeClock::tick`]). The timer is one-shot and each report re-arms it,
+//!   so a slow VMM is not kicked again before the guest has made progress. Time in which no event
+//!   is started does not count towards the tick: a guest that stops and starts its events many
+//!   times per tick is sampled as often as one that leaves them enabled. After the last event
+//!   stops, the timer may expire once more without effect.
 //!
 //! On some hosts, the host kernel's samples do not show the guest, show it only part of the time,
 //! or show it at the wrong level, as with an emulated AMD-V. Therefore the vCPUs first use kicks

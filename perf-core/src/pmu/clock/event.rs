@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use super::alarm::AlarmSlot;
 use super::cpl::{PrivilegeLevel, TICK_PERIOD_NS};
-use super::vcpu::VcpuClock;
+use super::vcpu::VcpuRunTimeClock;
 use crate::pmu::clock::MIN_TIMER_NS;
 use crate::pmu::{PmuError, PmuEvent};
 
@@ -73,7 +73,7 @@ pub(super) enum ClockUnit {
 
 #[derive(Debug)]
 pub(super) struct ClockEvent {
-    clock: Arc<VcpuClock>,
+    clock: Arc<VcpuRunTimeClock>,
     signal: Option<i32>,
     share: CountedTime,
     unit: ClockUnit,
@@ -104,7 +104,7 @@ pub(super) struct ClockEvent {
 
 impl ClockEvent {
     pub(super) fn new(
-        clock: Arc<VcpuClock>,
+        clock: Arc<VcpuRunTimeClock>,
         signal: Option<i32>,
         share: CountedTime,
         unit: ClockUnit,
@@ -359,7 +359,7 @@ mod tests {
     use proptest::prelude::*;
 
     fn event(counted: CountedTime) -> ClockEvent {
-        let clock = Arc::new(VcpuClock::for_current_thread(1_000_000));
+        let clock = Arc::new(VcpuRunTimeClock::for_current_thread(1_000_000));
         ClockEvent::new(clock, None, counted, ClockUnit::Nanoseconds)
     }
 

@@ -6,9 +6,9 @@
 //! | 1 | reference cycles: the same |
 //! | 2 | guest run time in nanoseconds |
 //!
-//! The vCPU's thread brackets `KVM_RUN` with [`VcpuClock::guest_enter`] and
-//! [`VcpuClock::guest_exit`]; [`VcpuClock`] defines the time that this includes. Host execution is
-//! never counted, so `exclude_guest` is rejected and `exclude_host` has no effect.
+//! The vCPU's thread brackets `KVM_RUN` with [`VcpuRunTimeClock::guest_enter`] and
+//! [`VcpuRunTimeClock::guest_exit`]; [`VcpuRunTimeClock`] defines the time that this includes. Host
+//! execution is never counted, so `exclude_guest` is rejected and `exclude_host` has no effect.
 //!
 //! # One privilege level
 //! An event with `exclude_user` or `exclude_kernel` counts an estimate ([`ClockPmu::is_estimate`]).
@@ -34,10 +34,10 @@ use std::collections::BTreeMap;
 use std::io;
 use std::sync::{Arc, Mutex, PoisonError};
 
-pub use vcpu::VcpuClock;
+pub use vcpu::VcpuRunTimeClock;
 
 use crate::attr::{Attr, EventType};
-use crate::pmu::{Pmu, PmuCapacity, PmuError, PmuEvent, PmuTarget, VcpuId};
+use crate::pmu::{Pmu, PmuCapacity, PmuError, PmuEvent, PmuEventTarget, VcpuId};
 
 use cpl::PrivilegeLevel;
 use event::{ClockEvent, ClockUnit, CountedTime};
@@ -56,7 +56,7 @@ pub const GUEST_NS: u64 = 2;
 pub struct ClockPmu {
     signal: Option<i32>,
     interprets_kernel: bool,
-    clocks: Mutex<BTreeMap<VcpuId, Arc<VcpuClock>>>,
+    clocks: Mutex<BTreeMap<VcpuId, Arc<VcpuRunTimeClock>>>,
 }
 
 impl ClockPmu {
@@ -97,7 +97,7 @@ impl ClockPmu {
     /// Events that are opened afterwards use `clock`. Existing events keep their previous clock. If
     /// several drivers share a clock, the first event that is armed on it determines which driver's
     /// signal its overflows send.
-    pub fn add_vcpu(&self, vcpu: VcpuId, clock: Arc<VcpuClock>) {
+    pub fn add_vcpu(&self, vcpu: VcpuId, clock: Arc<VcpuRunTimeClock>) {
         if self.interprets_kernel {
             clock.cpl_attribution().kernel_is_interpreted();
         }
@@ -115,7 +115,7 @@ impl ClockPmu {
 
     /// Returns the clock of `vcpu`, or `None` if the vCPU has no clock.
     #[must_use]
-    pub fn clock_of(&self, vcpu: VcpuId) -> Option<Arc<VcpuClock>> {
+    pub fn clock_of(&self, vcpu: VcpuId) -> Option<Arc<VcpuRunTimeClock>> {
         self.lock().get(&vcpu).cloned()
     }
 
@@ -126,7 +126,7 @@ impl ClockPmu {
         attr.ty == EventType::CLOCK && attr.exclude_user != attr.exclude_kernel
     }
 
-    fn lock(&self) -> std::sync::MutexGuard<'_, BTreeMap<VcpuId, Arc<VcpuClock>>> {
+    fn lock(&self) -> std::sync::MutexGuard<'_, BTreeMap<VcpuId, Arc<VcpuRunTimeClock>>> {
         self.clocks.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -144,13 +144,13 @@ impl Pmu for ClockPmu {
         PmuCapacity::Unlimited
     }
 
-    fn open(&self, attr: &Attr, target: PmuTarget) -> Result<Box<dyn PmuEvent>, PmuError> {
+    fn open(&self, attr: &Attr, target: PmuEventTarget) -> Result<Box<dyn PmuEvent>, PmuError> {
         let unit = match attr.config {
             CYCLES | REF_CYCLES => ClockUnit::Cycles,
             GUEST_NS => ClockUnit::Nanoseconds,
             _ => return Err(PmuError::NoSuchEvent),
         };
-        let PmuTarget::Vcpu { vcpu, .. } = target else {
+        let PmuEventTarget::Vcpu { vcpu, .. } = target else {
             return Err(PmuError::Unsupported("the clock counts one vCPU, not a VM"));
         };
         if attr.exclude_guest {

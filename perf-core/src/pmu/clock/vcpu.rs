@@ -1,9 +1,10 @@
-//! [`VcpuClock`]: the guest run time of a vCPU.
+//! [`VcpuRunTimeClock`]: the guest run time of a vCPU.
 //!
 //! The clock advances with the CPU time of the vCPU's thread, but only between
-//! [`VcpuClock::guest_enter`] and [`VcpuClock::guest_exit`]. Time in the VMM's own code is outside
-//! this interval. Time in which the vCPU is halted or descheduled is inside it but consumes no CPU
-//! time. The remainder is guest time plus the kernel's work for the guest in `KVM_RUN`.
+//! [`VcpuRunTimeClock::guest_enter`] and [`VcpuRunTimeClock::guest_exit`]. Time in the VMM's own
+//! code is outside this interval. Time in which the vCPU is halted or descheduled is inside it but
+//! consumes no CPU time. The remainder is guest time plus the kernel's work for the guest in
+//! `KVM_RUN`.
 //!
 //! # Writers and readers
 //! Only the vCPU's thread writes `epoch`, `base` and `closed`. Any thread may read the clock while
@@ -39,7 +40,7 @@ const MAX_SHORT_EXIT_NS: u64 = 100_000;
 /// Created once per vCPU with the ID of the vCPU's thread. The thread advances the clock, and the
 /// events of the [`super::ClockPmu`] read it, so both share it (`Arc`).
 #[derive(Debug)]
-pub struct VcpuClock {
+pub struct VcpuRunTimeClock {
     tid: i32,
     tsc_khz: u32,
     /// Number of started events that read this clock. While it is 0, entries and exits only advance
@@ -79,7 +80,7 @@ pub struct VcpuClock {
     alarm_is_set: AtomicBool,
 }
 
-impl VcpuClock {
+impl VcpuRunTimeClock {
     /// Creates a clock for the vCPU that thread `tid` of this process runs. `tsc_khz` is the
     /// frequency of the guest's TSC.
     #[must_use]
@@ -145,9 +146,9 @@ impl VcpuClock {
 
     /// Records that the vCPU's thread has returned from `KVM_RUN`.
     ///
-    /// Without a started clock event, costs as much as [`VcpuClock::guest_enter`]. With a started
-    /// clock event, takes one system call, and the next [`VcpuClock::guest_enter`] takes another
-    /// one if it is called more than 100 µs later.
+    /// Without a started clock event, costs as much as [`VcpuRunTimeClock::guest_enter`]. With a
+    /// started clock event, takes one system call, and the next [`VcpuRunTimeClock::guest_enter`]
+    /// takes another one if it is called more than 100 µs later.
     #[inline]
     pub fn guest_exit(&self) {
         let epoch = self.epoch.load(Ordering::Relaxed);
@@ -279,7 +280,7 @@ impl VcpuClock {
         }
     }
 
-    /// Unregisters an event that was registered with [`VcpuClock::add_user`].
+    /// Unregisters an event that was registered with [`VcpuRunTimeClock::add_user`].
     pub(crate) fn remove_user(&self) {
         self.users.fetch_sub(1, Ordering::SeqCst);
     }
@@ -310,7 +311,7 @@ impl VcpuClock {
         started
     }
 
-    /// Ends the attribution that [`VcpuClock::start_levels`] started for an event.
+    /// Ends the attribution that [`VcpuRunTimeClock::start_levels`] started for an event.
     pub(super) fn stop_levels(&self) {
         let now = self.guest_ns();
         let mut split = self.cpl_attribution();
@@ -335,7 +336,7 @@ impl VcpuClock {
         self.alarm().add(self.tid, signal)
     }
 
-    /// Releases a slot that was reserved with [`VcpuClock::join_alarm`].
+    /// Releases a slot that was reserved with [`VcpuRunTimeClock::join_alarm`].
     pub(super) fn leave_alarm(&self, place: AlarmSlot) {
         self.alarm().remove(place);
     }
@@ -426,16 +427,16 @@ impl VcpuClock {
         self.cpl.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
     }
 
-    /// Returns `true` if the vCPU's thread should call [`VcpuClock::tick`] after each kick, because
-    /// an event counts one privilege level and the host kernel's samples do not show it.
+    /// Returns `true` if the vCPU's thread should call [`VcpuRunTimeClock::tick`] after each kick,
+    /// because an event counts one privilege level and the host kernel's samples do not show it.
     #[inline]
     #[must_use]
     pub fn wants_ticks(&self) -> bool {
         self.wants_ticks.load(Ordering::Relaxed)
     }
 
-    /// Returns `true` if the timer for level samples has expired, in which case [`VcpuClock::tick`]
-    /// takes a sample. Takes no system call.
+    /// Returns `true` if the timer for level samples has expired, in which case
+    /// [`VcpuRunTimeClock::tick`] takes a sample. Takes no system call.
     #[inline]
     #[must_use]
     pub fn tick_is_due(&self) -> bool {
@@ -449,9 +450,9 @@ impl VcpuClock {
     /// Reports the privilege level `cpl` (0 to 3) at which a kick found the guest, or `None` if it
     /// was halted.
     ///
-    /// Must be called after every overflow signal while [`VcpuClock::wants_ticks`] returns `true`.
-    /// Has no effect if the signal came from another timer. Re-arming the kick timer takes one
-    /// system call. The call is cheap if no event counts a single level.
+    /// Must be called after every overflow signal while [`VcpuRunTimeClock::wants_ticks`] returns
+    /// `true`. Has no effect if the signal came from another timer. Re-arming the kick timer takes
+    /// one system call. The call is cheap if no event counts a single level.
     pub fn tick(&self, cpl: Option<u8>) {
         if self.wants_ticks() {
             let now = self.guest_ns();

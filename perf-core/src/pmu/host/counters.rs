@@ -251,17 +251,17 @@ fn max_accepted(mut go: impl FnMut(&[ProbeEvent]) -> bool, event: ProbeEvent) ->
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::pmu::sim::{SimFixedCounter, SimHost, SimPmu};
-    use crate::pmu::{Pmu, PmuEvent, PmuTarget, VcpuId};
+    use crate::pmu::sim::{SimFixedCounter, SimHostPmu, SimPmu};
+    use crate::pmu::{Pmu, PmuEvent, PmuEventTarget, VcpuId};
     use proptest::prelude::*;
 
     /// A simulated host that the probe tests.
-    struct SimulatedProbe(SimHost);
+    struct SimulatedProbe(SimHostPmu);
 
     impl SimulatedProbe {
-        fn go(host: &SimHost, events: &[ProbeEvent]) -> bool {
+        fn go(host: &SimHostPmu, events: &[ProbeEvent]) -> bool {
             let pmu = SimPmu::new(host.config());
-            let target = PmuTarget::Vcpu {
+            let target = PmuEventTarget::Vcpu {
                 vcpu: VcpuId(0),
                 tid: 0,
             };
@@ -269,7 +269,7 @@ mod tests {
             events.iter().all(|event| {
                 // Raw events are simulated as branches, which no fixed-function counter holds.
                 let config = match event.ty {
-                    EventType::RAW => SimHost::BRANCHES,
+                    EventType::RAW => SimHostPmu::BRANCHES,
                     _ => event.config,
                 };
                 let mut event = pmu.open(&Attr::counting(EventType::SIM, config), target).unwrap();
@@ -290,7 +290,7 @@ mod tests {
         }
     }
 
-    fn find(host: SimHost, nmi_watchdog: bool) -> HostCounters {
+    fn find(host: SimHostPmu, nmi_watchdog: bool) -> HostCounters {
         HostCounters::find(&mut SimulatedProbe(host), nmi_watchdog)
     }
 
@@ -305,7 +305,7 @@ mod tests {
     }
 
     /// Probes `host` and compares the result of [`describe`] with the expected one.
-    fn check(host: SimHost, nmi_watchdog: bool, general: (usize, usize), fixed: &[&str]) -> HostCounters {
+    fn check(host: SimHostPmu, nmi_watchdog: bool, general: (usize, usize), fixed: &[&str]) -> HostCounters {
         let found = find(host, nmi_watchdog);
         let fixed = fixed.iter().map(|&name| name.to_owned()).collect();
         assert_eq!(describe(&found), (general.0, general.1, fixed));
@@ -321,21 +321,21 @@ mod tests {
 
     #[test]
     fn intel_host_with_two_threads_a_core() {
-        let found = check(SimHost::intel(4), false, (4, 4), &FIXED);
+        let found = check(SimHostPmu::intel(4), false, (4, 4), &FIXED);
         assert_eq!(found.free(), 7);
         // Cycles fit every general-purpose counter and their fixed-function counter. Reference
         // cycles fit only their fixed-function counter.
-        assert_eq!(found.at_once(&hardware(SimHost::CYCLES)), 5);
-        assert_eq!(found.at_once(&hardware(SimHost::REF_CYCLES)), 1);
-        assert_eq!(found.at_once(&hardware(SimHost::BRANCHES)), 4);
+        assert_eq!(found.at_once(&hardware(SimHostPmu::CYCLES)), 5);
+        assert_eq!(found.at_once(&hardware(SimHostPmu::REF_CYCLES)), 1);
+        assert_eq!(found.at_once(&hardware(SimHostPmu::BRANCHES)), 4);
         assert!(found.hold(4, &[0, 1, 9]));
         assert!(!found.hold(5, &[]));
     }
 
     #[test]
     fn watchdog_of_an_intel_host_takes_the_fixed_counter_of_cycles() {
-        let found = check(SimHost::intel(4).with_watchdog(), true, (4, 4), &WATCHED);
-        assert_eq!(found.at_once(&hardware(SimHost::CYCLES)), 4);
+        let found = check(SimHostPmu::intel(4).with_watchdog(), true, (4, 4), &WATCHED);
+        assert_eq!(found.at_once(&hardware(SimHostPmu::CYCLES)), 4);
         assert!(found.hold(3, &[0, 1, 9]));
         assert!(!found.hold(4, &[0, 1, 9]));
     }
@@ -344,13 +344,13 @@ mod tests {
     /// on another CPU. One counter is therefore treated as in use.
     #[test]
     fn watchdog_on_other_cpus_reserves_a_counter() {
-        check(SimHost::intel(4), true, (4, 4), &WATCHED);
-        check(SimHost::amd(6), true, (5, 6), &[]);
+        check(SimHostPmu::intel(4), true, (4, 4), &WATCHED);
+        check(SimHostPmu::amd(6), true, (5, 6), &[]);
     }
 
     #[test]
     fn taken_general_counter_is_not_free() {
-        check(SimHost::intel(4).with_taken(2), false, (3, 4), &FIXED);
+        check(SimHostPmu::intel(4).with_taken(2), false, (3, 4), &FIXED);
     }
 
     /// Reference cycles cannot be counted if their counter is in use, because they fit no
@@ -358,30 +358,30 @@ mod tests {
     #[test]
     fn ref_cycles_do_not_fall_back_to_general_counters() {
         let found = check(
-            SimHost::intel(4).with_taken(6),
+            SimHostPmu::intel(4).with_taken(6),
             false,
             (4, 4),
             &["instructions", "cycles", "-ref-cycles"],
         );
-        assert!(found.constraint(&hardware(SimHost::REF_CYCLES)).is_empty());
+        assert!(found.constraint(&hardware(SimHostPmu::REF_CYCLES)).is_empty());
     }
 
     #[test]
     fn amd_host_with_the_watchdog_on() {
-        let found = check(SimHost::amd(6).with_watchdog(), true, (5, 6), &[]);
-        assert_eq!(found.at_once(&hardware(SimHost::CYCLES)), 5);
+        let found = check(SimHostPmu::amd(6).with_watchdog(), true, (5, 6), &[]);
+        assert_eq!(found.at_once(&hardware(SimHostPmu::CYCLES)), 5);
         assert!(!found.hold(6, &[]));
     }
 
     #[test]
     fn version_two_of_amd_with_fifteen() {
-        let found = check(SimHost::amd(15), false, (15, 15), &[]);
+        let found = check(SimHostPmu::amd(15), false, (15, 15), &[]);
         assert_eq!(found.free(), 15);
     }
 
     #[test]
     fn intel_host_with_eight_and_four() {
-        let mut host = SimHost::intel(8);
+        let mut host = SimHostPmu::intel(8);
         // Adds a fourth fixed-function counter, for issue slots. The probe does not know this
         // event.
         host.fixed.push(SimFixedCounter {
@@ -393,7 +393,7 @@ mod tests {
 
     #[test]
     fn host_without_counters() {
-        let found = find(SimHost::amd(0), false);
+        let found = find(SimHostPmu::amd(0), false);
         assert_eq!(found, HostCounters::default());
         assert_eq!((found.free(), found.mask()), (0, CounterMask::NONE));
         assert!(!found.hold(1, &[]) && found.hold(0, &[]));
@@ -405,9 +405,9 @@ mod tests {
     /// detection, inversion or a counter mask, may not use it.
     #[test]
     fn equivalent_raw_events_use_fixed_counters() {
-        let found = find(SimHost::intel(4), false);
+        let found = find(SimHostPmu::intel(4), false);
         let raw = |config| found.constraint(&Attr::counting(EventType::RAW, config));
-        let instructions = found.constraint(&hardware(SimHost::INSTRUCTIONS));
+        let instructions = found.constraint(&hardware(SimHostPmu::INSTRUCTIONS));
         assert_eq!(raw(0xC0), instructions);
         assert_eq!(raw(0xC0 | 0b11 << 16 | 1 << 22), instructions);
         for changed in [0x1C0, 0xC0 | 1 << 18, 0xC0 | 1 << 23, 0xC0 | 1 << 24] {
@@ -423,7 +423,7 @@ mod tests {
         /// count together, and no further event can.
         #[test]
         fn probed_capacity_is_exact(general in 0usize..9, fixed: bool, taken in 0u64..4096, watchdog: bool) {
-            let mut host = if fixed { SimHost::intel(general) } else { SimHost::amd(general) };
+            let mut host = if fixed { SimHostPmu::intel(general) } else { SimHostPmu::amd(general) };
             let there = general + host.fixed.len();
             host.taken = CounterMask::from_bits(taken) & CounterMask::first(there);
             let found = find(host.clone(), watchdog);
@@ -437,7 +437,7 @@ mod tests {
             let missing = there - host.taken.len() - found.free();
             // The probe cannot detect any counter without a general-purpose counter.
             prop_assert!(general == 0 || missing <= usize::from(watchdog && host.taken.is_empty()), "{:?}", found);
-            for config in [SimHost::CYCLES, SimHost::INSTRUCTIONS, SimHost::REF_CYCLES, SimHost::BRANCHES] {
+            for config in [SimHostPmu::CYCLES, SimHostPmu::INSTRUCTIONS, SimHostPmu::REF_CYCLES, SimHostPmu::BRANCHES] {
                 let n = found.at_once(&hardware(config));
                 let tried = vec![ProbeEvent { ty: EventType::HARDWARE, config }; n + 1];
                 prop_assert!(n == 0 || SimulatedProbe::go(&host, &tried[..n]));

@@ -15,7 +15,7 @@ use perf_event_open_sys as sys;
 use sys::bindings::{perf_event_attr, perf_event_header, perf_event_mmap_page};
 
 use super::fault;
-use super::opener::{self, EventOpenRequest, HostTarget, OverflowSignal};
+use super::opener::{self, EventOpenRequest, HostEventTarget, OverflowSignal};
 
 /// Maximum number of attempts to open an event if signals interrupt the call. The open fails if a
 /// signal interrupts the last attempt.
@@ -117,14 +117,14 @@ impl PerfFd {
     /// Opens an event with attributes `attr` for thread `tid` (0 is the calling thread), on any
     /// CPU.
     pub(crate) fn open(attr: &mut perf_event_attr, tid: i32) -> io::Result<Self> {
-        Self::open_in_group(attr, HostTarget::Thread(tid), None, None)
+        Self::open_in_group(attr, HostEventTarget::Thread(tid), None, None)
     }
 
     /// Opens an event as [`PerfFd::open`] does, as a member of the group of `leader` and with an
     /// overflow signal.
     pub(crate) fn open_in_group(
         attr: &mut perf_event_attr,
-        counted: HostTarget,
+        counted: HostEventTarget,
         leader: Option<&PerfFd>,
         overflow: Option<OverflowSignal>,
     ) -> io::Result<Self> {

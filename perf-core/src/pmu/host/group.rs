@@ -20,7 +20,7 @@ use perf_event_open_sys::bindings::{
 use smallvec::SmallVec;
 
 use super::fd::{PerfFd, TimedCount};
-use super::opener::HostTarget;
+use super::opener::HostEventTarget;
 
 /// Read format with which a read of one member returns the counts of the whole group.
 pub(super) const READ_GROUP: u64 =
@@ -36,7 +36,7 @@ pub(super) const MAX_MEMBERS: usize = 15;
 #[derive(Debug)]
 pub(super) struct KernelGroup {
     /// Thread or CPU on which the events of the group count.
-    pub(super) counted: HostTarget,
+    pub(super) counted: HostEventTarget,
     /// Set if the leader is pinned. The whole group is then pinned.
     pub(super) pinned: bool,
     leader: Arc<PerfFd>,
@@ -86,7 +86,12 @@ impl CachedCount {
 
 impl KernelGroup {
     /// Creates the group of `leader`, without other members. Takes one system call.
-    pub(super) fn new(leader: Arc<PerfFd>, counted: HostTarget, pinned: bool, on: bool) -> io::Result<Self> {
+    pub(super) fn new(
+        leader: Arc<PerfFd>,
+        counted: HostEventTarget,
+        pinned: bool,
+        on: bool,
+    ) -> io::Result<Self> {
         Ok(Self {
             counted,
             pinned,

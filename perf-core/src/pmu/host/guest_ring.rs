@@ -12,7 +12,7 @@
 //!   kernel and in the VMM, which are marked as such. A hardware event that excludes the host has
 //!   no such samples.
 //! - Some KVMs interpret parts of the guest, or run on a host that does not mark guest samples. The
-//!   samples then show guest time as host kernel time; see [`SampleOrigin`].
+//!   samples then show guest time as host kernel time; see [`SampledCpuMode`].
 
 use std::io;
 use std::marker::PhantomData;
@@ -98,7 +98,7 @@ impl AsFd for GuestSamplingEvent {
 
 /// The code that a sample interrupted, as far as the host kernel can tell.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum SampleOrigin {
+pub enum SampledCpuMode {
     /// The guest at privilege level 3.
     GuestUser,
     /// The guest at privilege level 0, 1 or 2.
@@ -116,7 +116,7 @@ pub struct GuestSample {
     /// Time of the sample on `CLOCK_MONOTONIC`, in nanoseconds.
     pub time_ns: u64,
     /// Code that the sample interrupted.
-    pub side: SampleOrigin,
+    pub side: SampledCpuMode,
     /// Instruction pointer of the interrupted code, in the guest or on the host.
     pub ip: u64,
     /// Number of counts that the sample represents. For a clock event, the number of nanoseconds.
@@ -126,16 +126,16 @@ pub struct GuestSample {
 /// The mapped ring of a [`GuestSamplingEvent`].
 pub type GuestSampleRing = HostRing<GuestSample>;
 
-impl HostRecord for GuestSample {
+impl HostRingRecord for GuestSample {
     fn decode(ty: u32, misc: u32, words: &[u64]) -> Option<Self> {
         let (b::PERF_RECORD_SAMPLE, &[ip, time_ns, period, ..]) = (ty, words) else {
             return None;
         };
         let side = match misc & b::PERF_RECORD_MISC_CPUMODE_MASK {
-            b::PERF_RECORD_MISC_GUEST_USER => SampleOrigin::GuestUser,
-            b::PERF_RECORD_MISC_GUEST_KERNEL => SampleOrigin::GuestKernel,
-            b::PERF_RECORD_MISC_USER => SampleOrigin::HostUser,
-            _ => SampleOrigin::HostKernel,
+            b::PERF_RECORD_MISC_GUEST_USER => SampledCpuMode::GuestUser,
+            b::PERF_RECORD_MISC_GUEST_KERNEL => SampledCpuMode::GuestKernel,
+            b::PERF_RECORD_MISC_USER => SampledCpuMode::HostUser,
+            _ => SampledCpuMode::HostKernel,
         };
         Some(Self {
             time_ns,
@@ -147,7 +147,7 @@ impl HostRecord for GuestSample {
 }
 
 /// A type of record that is read from a [`HostRing`].
-pub trait HostRecord: Sized {
+pub trait HostRingRecord: Sized {
     /// Decodes a record of type `ty` from the first words of its payload. Returns `None` for
     /// records of other types.
     fn decode(ty: u32, misc: u32, words: &[u64]) -> Option<Self>;
@@ -170,7 +170,7 @@ pub struct HostRing<R> {
     records: PhantomData<R>,
 }
 
-impl<R: HostRecord> HostRing<R> {
+impl<R: HostRingRecord> HostRing<R> {
     /// Maps the ring of `fd` with `2^log2_pages` data pages, which count towards the user's limit
     /// `perf_event_mlock_kb`.
     ///
@@ -244,10 +244,10 @@ mod tests {
             assert_eq!(samples.drain(|s| seen.push(s)), HostRingStats::default());
         }
         samples.set_enabled(false).unwrap();
-        assert!(seen.iter().any(|s| s.side == SampleOrigin::HostUser));
+        assert!(seen.iter().any(|s| s.side == SampledCpuMode::HostUser));
         for s in &seen {
             assert!(
-                matches!(s.side, SampleOrigin::HostUser | SampleOrigin::HostKernel),
+                matches!(s.side, SampledCpuMode::HostUser | SampledCpuMode::HostKernel),
                 "{s:?}"
             );
             assert_eq!(s.period, PERIOD_NS);

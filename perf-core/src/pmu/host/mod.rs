@@ -47,7 +47,7 @@ use std::sync::Arc;
 
 use crate::attr::{Attr, EventType};
 use crate::pmu::period_floor::PeriodFloor;
-use crate::pmu::{CounterMask, Pmu, PmuCapacity, PmuError, PmuEvent, PmuGroup, PmuTarget};
+use crate::pmu::{CounterMask, Pmu, PmuCapacity, PmuError, PmuEvent, PmuEventTarget, PmuGroup};
 
 use perf_event_open_sys::bindings::{PERF_RECORD_SAMPLE, PERF_SAMPLE_READ};
 
@@ -56,15 +56,16 @@ pub use fd::monotonic_ns;
 use fd::{PARKED_PERIOD, PerfFd, PerfMap, READ_TIMES, TimedCount, current_tid, new_attr};
 use group::KernelGroup;
 pub use guest_ring::{
-    GuestSample, GuestSampleRing, GuestSamplingEvent, HostRecord, HostRing, HostRingStats, SampleOrigin,
+    GuestSample, GuestSampleRing, GuestSamplingEvent, HostRing, HostRingRecord, HostRingStats, SampledCpuMode,
 };
 use late::LateOverflowPoll;
 use open_params::{GroupMembership, OpenParams, missing_cpu_error};
 pub use opener::{
-    EventOpenRequest, EventOpener, HostTarget, OverflowSignal, SyscallOpener, set_event_opener,
+    EventOpenRequest, HostEventOpener, HostEventTarget, OverflowSignal, SyscallOpener, set_event_opener,
 };
 pub use probe::{
-    GenericEvent, HostProbe, cache_event_opens, counting_is_denied, counting_is_denied_to, ignore_sigio,
+    GenericEvent, HostPerfCapabilities, cache_event_opens, counting_is_denied, counting_is_denied_to,
+    ignore_sigio,
 };
 pub use rate::MIN_CLOCK_PERIOD_NS;
 use rate::{ClockRate, ClockRates};
@@ -92,7 +93,7 @@ impl HostPmu {
     ///
     /// Overflows send `signal` to the vCPU's thread. With `None`, events count but cannot be armed.
     #[must_use]
-    pub fn hardware(signal: Option<i32>, probe: &HostProbe) -> Self {
+    pub fn hardware(signal: Option<i32>, probe: &HostPerfCapabilities) -> Self {
         Self {
             class: HostEventClass::Hardware,
             signal,
@@ -164,14 +165,14 @@ impl Pmu for HostPmu {
         }
     }
 
-    fn open(&self, attr: &Attr, target: PmuTarget) -> Result<Box<dyn PmuEvent>, PmuError> {
+    fn open(&self, attr: &Attr, target: PmuEventTarget) -> Result<Box<dyn PmuEvent>, PmuError> {
         self.open_beside(attr, target, None)
     }
 
     fn open_in_group(
         &self,
         attr: &Attr,
-        target: PmuTarget,
+        target: PmuEventTarget,
         group: &PmuGroup,
     ) -> Result<Box<dyn PmuEvent>, PmuError> {
         self.open_beside(attr, target, Arc::clone(group).downcast().ok())
@@ -182,17 +183,17 @@ impl HostPmu {
     fn open_beside(
         &self,
         attr: &Attr,
-        target: PmuTarget,
+        target: PmuEventTarget,
         group: Option<Arc<KernelGroup>>,
     ) -> Result<Box<dyn PmuEvent>, PmuError> {
         let (counted, signal_tid) = match target {
-            PmuTarget::Vcpu { tid, .. } => (HostTarget::Thread(tid), tid),
-            PmuTarget::Cpu { cpu } => {
+            PmuEventTarget::Vcpu { tid, .. } => (HostEventTarget::Thread(tid), tid),
+            PmuEventTarget::Cpu { cpu } => {
                 let cpu = i32::try_from(cpu).map_err(|_| missing_cpu_error(libc::EINVAL))?;
                 // CPU events are not armed by a vCPU, so the opening thread receives the signal.
-                (HostTarget::Cpu(cpu), current_tid())
+                (HostEventTarget::Cpu(cpu), current_tid())
             }
-            PmuTarget::Vm => {
+            PmuEventTarget::Vm => {
                 return Err(PmuError::Unsupported(
                     "a host event counts one vCPU's thread, not a VM",
                 ));
@@ -427,7 +428,7 @@ impl HostEvent {
     /// Reads the count. Returns `None` if the event is in the kernel's error state.
     fn read_current(&mut self) -> io::Result<Option<u64>> {
         if self.on
-            && self.opener.counted == HostTarget::Thread(current_tid())
+            && self.opener.counted == HostEventTarget::Thread(current_tid())
             && self.user_read
             && let Some(count) = self.map.as_ref().and_then(PerfMap::user_read)
         {

@@ -9,13 +9,13 @@ use perf_event_open_sys::bindings::perf_event_attr;
 
 use super::fd::{self, PerfFd, PerfMap};
 use super::group::{GroupMember, KernelGroup, READ_GROUP};
-use super::{HostPmu, HostTarget, OverflowSignal};
+use super::{HostEventTarget, HostPmu, OverflowSignal};
 
 /// Parameters with which an event was opened, kept to reopen the event when it leaves its group.
 #[derive(Debug)]
 pub(super) struct OpenParams {
     pub(super) raw: perf_event_attr,
-    pub(super) counted: HostTarget,
+    pub(super) counted: HostEventTarget,
     /// ID of the thread that receives the overflow signal.
     pub(super) signal_tid: i32,
     pub(super) signal: Option<i32>,
@@ -43,7 +43,7 @@ pub(super) fn missing_cpu_error(errno: i32) -> PmuError {
 impl OpenParams {
     /// Converts an error of opening an event with these parameters.
     fn open_error(&self, source: io::Error) -> PmuError {
-        let HostTarget::Cpu(cpu) = self.counted else {
+        let HostEventTarget::Cpu(cpu) = self.counted else {
             return HostPmu::open_error(source, self.guest);
         };
         match source.raw_os_error() {

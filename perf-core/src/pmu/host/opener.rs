@@ -2,8 +2,8 @@
 //! this file calls `perf_event_open(2)`.
 //!
 //! A process that drops the privilege to call `perf_event_open(2)` first installs an
-//! [`EventOpener`] that requests each event from another process. Events that are open are read,
-//! armed and enabled through their file descriptors, without the opener.
+//! [`HostEventOpener`] that requests each event from another process. Events that are open are
+//! read, armed and enabled through their file descriptors, without the opener.
 
 #![expect(unsafe_code, reason = "system calls")]
 
@@ -30,7 +30,7 @@ struct FOwnerEx {
 
 /// The thread or CPU on which a host perf event counts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum HostTarget {
+pub enum HostEventTarget {
     /// A thread, identified by its ID (0 is the calling thread), on any CPU.
     Thread(i32),
     /// A CPU, including all code that runs on it.
@@ -52,7 +52,7 @@ pub struct EventOpenRequest<'a> {
     /// Bytes of the event's `struct perf_event_attr`.
     pub attr: &'a [u8],
     /// Thread or CPU on which the event counts.
-    pub counted: HostTarget,
+    pub counted: HostEventTarget,
     /// Leader of the event's group, or `None` for an event that leads its own group.
     pub leader: Option<BorrowedFd<'a>>,
     /// Overflow signal of the event, or `None` for an event that sends no signal.
@@ -60,7 +60,7 @@ pub struct EventOpenRequest<'a> {
 }
 
 /// A means of opening host perf events for this process.
-pub trait EventOpener: Debug + Send + Sync {
+pub trait HostEventOpener: Debug + Send + Sync {
     /// Opens one event with its overflow signal.
     ///
     /// # Errors
@@ -78,7 +78,7 @@ pub trait EventOpener: Debug + Send + Sync {
 #[derive(Clone, Copy, Debug, Default)]
 pub struct SyscallOpener;
 
-impl EventOpener for SyscallOpener {
+impl HostEventOpener for SyscallOpener {
     /// Opens one event. A signal handler may call this method, because it makes only system calls.
     fn open(&self, request: &EventOpenRequest<'_>) -> io::Result<OwnedFd> {
         let event = perf_event_open(request)?;
@@ -96,8 +96,8 @@ impl EventOpener for SyscallOpener {
 /// Calls `perf_event_open(2)` with the attributes, target and group of a request.
 fn perf_event_open(request: &EventOpenRequest<'_>) -> io::Result<OwnedFd> {
     let (pid, cpu) = match request.counted {
-        HostTarget::Thread(tid) => (tid, -1),
-        HostTarget::Cpu(cpu) => (-1, cpu),
+        HostEventTarget::Thread(tid) => (tid, -1),
+        HostEventTarget::Cpu(cpu) => (-1, cpu),
     };
     let group: RawFd = request.leader.map_or(-1, |leader| leader.as_raw_fd());
     let mut attr = perf_event_attr::default();
@@ -152,16 +152,16 @@ fn check(rc: libc::c_int) -> io::Result<libc::c_int> {
 }
 
 /// The opener that was installed in this process. Without one, [`SyscallOpener`] is used.
-static OPENER: OnceLock<Box<dyn EventOpener>> = OnceLock::new();
+static OPENER: OnceLock<Box<dyn HostEventOpener>> = OnceLock::new();
 
 /// Sets the opener of all host perf events that this process opens from now on.
 ///
 /// Only the first call has an effect. Returns `true` for that call.
-pub fn set_event_opener(opener: impl EventOpener + 'static) -> bool {
+pub fn set_event_opener(opener: impl HostEventOpener + 'static) -> bool {
     OPENER.set(Box::new(opener)).is_ok()
 }
 
 /// Returns the opener that this process uses: the installed one, or [`SyscallOpener`].
-pub(super) fn current() -> &'static dyn EventOpener {
+pub(super) fn current() -> &'static dyn HostEventOpener {
     OPENER.get().map_or(&SyscallOpener, |opener| &**opener)
 }

@@ -12,7 +12,7 @@ use serde::{Deserialize, Serialize};
 use super::counters::{HostCounters, ProbeEvent, ProbePmu};
 use super::fd::{PerfFd, bytes_of, current_tid, new_attr};
 use super::hybrid;
-use super::opener::{EventOpenRequest, EventOpener, HostTarget};
+use super::opener::{EventOpenRequest, HostEventOpener, HostEventTarget};
 use crate::pmu::MEDIATED_NEIGHBOUR;
 
 /// Generic hardware events of `perf_event_open(2)`: perf's names and `config` values.
@@ -56,7 +56,7 @@ pub struct GenericEvent {
 
 /// Capabilities of the host's perf events, probed on the calling thread.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct HostProbe {
+pub struct HostPerfCapabilities {
     /// `true` if the host has a hardware PMU whose events this process may count.
     pub hardware_pmu: bool,
     /// Counters that are available to one thread of the host.
@@ -84,7 +84,7 @@ pub struct HostProbe {
     pub generic: Vec<GenericEvent>,
 }
 
-impl HostProbe {
+impl HostPerfCapabilities {
     /// Probes this host. Opens temporary events on the calling thread, which takes a few
     /// milliseconds.
     #[must_use]
@@ -179,12 +179,12 @@ pub fn counting_is_denied() -> bool {
 /// Returns the result of [`counting_is_denied`] for events of the calling thread that `opener`
 /// opens.
 #[must_use]
-pub fn counting_is_denied_to(opener: &dyn EventOpener) -> bool {
+pub fn counting_is_denied_to(opener: &dyn HostEventOpener) -> bool {
     let mut attr = new_attr(b::PERF_TYPE_SOFTWARE, u64::from(b::PERF_COUNT_SW_DUMMY));
     attr.set_disabled(1);
     let request = EventOpenRequest {
         attr: bytes_of(&attr),
-        counted: HostTarget::Thread(current_tid()),
+        counted: HostEventTarget::Thread(current_tid()),
         leader: None,
         overflow: None,
     };
@@ -332,7 +332,7 @@ impl ProbePmu for ThreadProbe {
         events.iter().all(|&event| {
             let mut attr = Self::attr(event);
             attr.set_disabled(group.is_empty().into());
-            match PerfFd::open_in_group(&mut attr, HostTarget::Thread(0), group.first(), None) {
+            match PerfFd::open_in_group(&mut attr, HostEventTarget::Thread(0), group.first(), None) {
                 Ok(fd) => {
                     group.push(fd);
                     true
@@ -429,7 +429,7 @@ mod tests {
 
     #[test]
     fn probe_is_consistent() {
-        let probe = HostProbe::run();
+        let probe = HostPerfCapabilities::run();
         assert_eq!(probe.slots() == 0, probe.no_slots_because.is_some());
         assert!(!probe.user_read || probe.slots() > 0);
         assert_eq!(probe.slots(), probe.counters.mask().len());
@@ -468,14 +468,14 @@ mod tests {
     /// guest, so that automatic driver selection (`auto`) uses the clock.
     #[test]
     fn host_with_mediated_neighbour_has_no_pmu_for_guests() {
-        let probe = HostProbe::of_events(&mut MediatedHost(libc::EOPNOTSUPP), None, false);
+        let probe = HostPerfCapabilities::of_events(&mut MediatedHost(libc::EOPNOTSUPP), None, false);
         assert!(
             probe.mediated && !probe.hardware_pmu && probe.slots() == 0,
             "{probe:?}"
         );
         assert_eq!(probe.no_slots_because.as_deref(), Some(MEDIATED_NEIGHBOUR));
         assert!(probe.generic.iter().all(|generic| !generic.opens));
-        let other = HostProbe::of_events(&mut MediatedHost(libc::ENOENT), None, false);
+        let other = HostPerfCapabilities::of_events(&mut MediatedHost(libc::ENOENT), None, false);
         assert!(!other.mediated && other.slots() > 0, "{other:?}");
     }
 
@@ -483,14 +483,17 @@ mod tests {
     /// opened. The result agrees with an actual attempt.
     #[test]
     fn software_clock_is_reported_if_it_opens() {
-        assert_eq!(HostProbe::run().software_clock, open_clock().is_ok());
+        assert_eq!(HostPerfCapabilities::run().software_clock, open_clock().is_ok());
     }
 
     #[test]
     fn probe_survives_a_round_trip_through_json() {
-        let probe = HostProbe::run();
+        let probe = HostPerfCapabilities::run();
         let text = serde_json::to_string(&probe).unwrap();
-        assert_eq!(serde_json::from_str::<HostProbe>(&text).unwrap(), probe);
+        assert_eq!(
+            serde_json::from_str::<HostPerfCapabilities>(&text).unwrap(),
+            probe
+        );
     }
 
     #[test]

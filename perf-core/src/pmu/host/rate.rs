@@ -11,7 +11,7 @@ use std::collections::HashMap;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 
-use super::opener::HostTarget;
+use super::opener::HostEventTarget;
 
 /// Minimum period of `cpu-clock` and `task-clock`, in nanoseconds. Several clock events that
 /// overflow on the same thread share the limit: with two events, the minimum period of each is
@@ -20,11 +20,11 @@ pub const MIN_CLOCK_PERIOD_NS: u64 = 100_000;
 
 /// Number of armed clock events for each thread or CPU.
 #[derive(Debug, Default)]
-pub(super) struct ClockRates(Mutex<HashMap<HostTarget, Weak<AtomicU64>>>);
+pub(super) struct ClockRates(Mutex<HashMap<HostEventTarget, Weak<AtomicU64>>>);
 
 impl ClockRates {
     /// Registers a clock event that counts on `counted`. The event is not armed yet.
-    pub(super) fn register(&self, counted: HostTarget) -> ClockRate {
+    pub(super) fn register(&self, counted: HostEventTarget) -> ClockRate {
         let mut all = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         let together = all.get(&counted).and_then(Weak::upgrade).unwrap_or_else(|| {
             all.retain(|_, together| together.strong_count() > 0);
@@ -89,7 +89,7 @@ mod tests {
     #[test]
     fn clocks_of_one_thread_share_the_shortest_period() {
         let clocks = ClockRates::default();
-        let of = |tid| clocks.register(HostTarget::Thread(tid));
+        let of = |tid| clocks.register(HostEventTarget::Thread(tid));
         let (mut first, mut second, mut other) = (of(1), of(1), of(2));
         let shortest = |clock: &ClockRate| clock.period_for(1) / MIN_CLOCK_PERIOD_NS;
         assert_eq!(shortest(&first), 1, "none rings");

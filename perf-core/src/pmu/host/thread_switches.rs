@@ -10,7 +10,7 @@ use perf_event_open_sys::bindings as b;
 
 use super::HostPmu;
 use super::fd::{PerfFd, new_attr};
-use super::guest_ring::{HostRecord, HostRing};
+use super::guest_ring::{HostRing, HostRingRecord};
 use crate::pmu::PmuError;
 
 /// A host perf event that records the context switches of a thread in its ring and counts nothing.
@@ -68,7 +68,7 @@ pub struct ThreadSwitch {
 /// The mapped ring of a [`ThreadSwitches`] event.
 pub type ThreadSwitchRing = HostRing<ThreadSwitch>;
 
-impl HostRecord for ThreadSwitch {
+impl HostRingRecord for ThreadSwitch {
     fn decode(ty: u32, misc: u32, words: &[u64]) -> Option<Self> {
         let (b::PERF_RECORD_SWITCH, &[time_ns, ..]) = (ty, words) else {
             return None;

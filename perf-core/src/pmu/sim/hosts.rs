@@ -3,13 +3,13 @@
 
 use std::collections::BTreeMap;
 
-use super::SimConfig;
+use super::SimPmuConfig;
 use crate::pmu::CounterMask;
 
 /// A host PMU to simulate. Its general-purpose counters are numbered first, then its fixed-function
 /// counters.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct SimHost {
+pub struct SimHostPmu {
     /// Number of general-purpose counters of the PMU.
     pub general: usize,
     /// Fixed-function counters of the PMU.
@@ -18,7 +18,7 @@ pub struct SimHost {
     pub taken: CounterMask,
 }
 
-/// A fixed-function counter of a [`SimHost`].
+/// A fixed-function counter of a [`SimHostPmu`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SimFixedCounter {
     /// Value of `config` for the event that the counter holds.
@@ -27,7 +27,7 @@ pub struct SimFixedCounter {
     pub general_too: bool,
 }
 
-impl SimHost {
+impl SimHostPmu {
     /// Value of `config` for cycles, as in perf.
     pub const CYCLES: u64 = 0;
     /// Value of `config` for instructions, as in perf.
@@ -94,7 +94,7 @@ impl SimHost {
 
     /// Returns the configuration of a [`super::SimPmu`] that simulates this host.
     #[must_use]
-    pub fn config(&self) -> SimConfig {
+    pub fn config(&self) -> SimPmuConfig {
         let general = CounterMask::first(self.general);
         let allowed_slots: BTreeMap<u64, u64> = self
             .fixed
@@ -110,12 +110,12 @@ impl SimHost {
                 (fixed.config, (own | also).bits())
             })
             .collect();
-        SimConfig {
+        SimPmuConfig {
             slots: Some(self.general + self.fixed.len()),
             allowed_slots,
             general: Some(general.bits()),
             taken: self.taken.bits(),
-            ..SimConfig::default()
+            ..SimPmuConfig::default()
         }
     }
 }

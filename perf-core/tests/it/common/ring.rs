@@ -8,7 +8,7 @@ use std::os::fd::AsRawFd;
 use std::sync::Arc;
 
 use perf_core::record::{DecodedRecord, EncodeRecord, RecordFormat, RecordSink};
-use perf_core::ring::{RawRecord, RecordReservation, Ring, RingError, RingMode, RingReader};
+use perf_core::ring::{RawRecord, RecordReservation, Ring, RingError, RingFullPolicy, RingReader};
 use vmm_sys_util::epoll::{ControlOperation, Epoll, EpollEvent, EventSet};
 
 /// Byte offset of `data_head` in the control page.
@@ -109,7 +109,7 @@ pub fn check(raw: RawRecord<'_>) -> CheckedRecord {
 }
 
 /// Creates a ring and a reader of this ring.
-pub fn ring_and_reader(pages: usize, mode: RingMode) -> (Arc<Ring>, RingReader) {
+pub fn ring_and_reader(pages: usize, mode: RingFullPolicy) -> (Arc<Ring>, RingReader) {
     let ring = Arc::new(Ring::new(pages, mode).expect("a ring"));
     let reader = RingReader::of(Arc::clone(&ring));
     (ring, reader)

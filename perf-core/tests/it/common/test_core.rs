@@ -2,7 +2,7 @@
 
 use std::sync::{Arc, Mutex, MutexGuard};
 
-use perf_core::pmu::{PmuCapacity, PmuError, PmuTarget};
+use perf_core::pmu::{PmuCapacity, PmuError, PmuEventTarget};
 use perf_core::record::{DecodedRecord, RecordFormat, Sample};
 use perf_core::ring::{Ring, RingReader};
 use perf_core::time::{Clock, ManualClock};
@@ -131,7 +131,7 @@ pub struct TestPmu {
 
 pub const PACKAGE: u64 = 1000;
 /// vCPU 0 as the target of an event.
-pub const V0: OpenTarget = OpenTarget::Vcpu(VcpuId(0));
+pub const V0: EventOpenTarget = EventOpenTarget::Vcpu(VcpuId(0));
 /// Event type that the software driver of the tests serves.
 pub const SOFT: EventType = EventType(0x1ff);
 
@@ -154,11 +154,13 @@ impl Pmu for TestPmu {
             slots => PmuCapacity::counters(slots),
         }
     }
-    fn open(&self, attr: &Attr, target: PmuTarget) -> Result<Box<dyn PmuEvent>, PmuError> {
+    fn open(&self, attr: &Attr, target: PmuEventTarget) -> Result<Box<dyn PmuEvent>, PmuError> {
         let (vcpu, tid) = match target {
-            PmuTarget::Vcpu { vcpu, tid } => (vcpu.0, tid),
-            PmuTarget::Vm if attr.config == PACKAGE => (u32::MAX, 0),
-            PmuTarget::Vm | PmuTarget::Cpu { .. } => return Err(PmuError::Unsupported("counts vCPUs")),
+            PmuEventTarget::Vcpu { vcpu, tid } => (vcpu.0, tid),
+            PmuEventTarget::Vm if attr.config == PACKAGE => (u32::MAX, 0),
+            PmuEventTarget::Vm | PmuEventTarget::Cpu { .. } => {
+                return Err(PmuError::Unsupported("counts vCPUs"));
+            }
         };
         if attr.config == 0 {
             return Err(PmuError::NoSuchEvent);
@@ -268,7 +270,7 @@ impl TestCore {
     }
 
     /// Adds vCPU `n` to the core and schedules its context in.
-    pub fn vcpu(&self, n: u32) -> Arc<VcpuContext> {
+    pub fn vcpu(&self, n: u32) -> Arc<VcpuEventContext> {
         let vcpu = self.core.add_vcpu(VcpuId(n), 1000 + n as i32).unwrap();
         vcpu.sched_in();
         vcpu
@@ -279,14 +281,14 @@ impl TestCore {
         &self,
         session: &Session,
         attr: Attr,
-        target: OpenTarget,
+        target: EventOpenTarget,
         leader: Option<&EventHandle>,
-    ) -> Result<EventHandle, OpenError> {
+    ) -> Result<EventHandle, PerfEventOpenError> {
         self.core
             .open(session, attr, target, leader, OpenFlags::default())
     }
 
-    pub fn open(&self, attr: Attr, target: OpenTarget, leader: Option<&EventHandle>) -> EventHandle {
+    pub fn open(&self, attr: Attr, target: EventOpenTarget, leader: Option<&EventHandle>) -> EventHandle {
         self.try_open(&self.admin, attr, target, leader).unwrap()
     }
 
@@ -295,7 +297,7 @@ impl TestCore {
     }
 
     pub fn open_vm(&self, attr: Attr) -> EventHandle {
-        self.open(attr, OpenTarget::Vm, None)
+        self.open(attr, EventOpenTarget::Vm, None)
     }
 
     /// Opens an event on vCPU 0 whose overflows are reported with `cookie`.
@@ -305,7 +307,7 @@ impl TestCore {
     }
 
     /// Opens an event on vCPU 0 that writes to the ring of `to` without joining its group.
-    pub fn open_redirected(&self, attr: Attr, to: &EventHandle) -> Result<EventHandle, OpenError> {
+    pub fn open_redirected(&self, attr: Attr, to: &EventHandle) -> Result<EventHandle, PerfEventOpenError> {
         let flags = OpenFlags {
             output: true,
             no_group: true,
@@ -342,12 +344,12 @@ pub fn vmm(id: SoftwareEventId) -> Attr {
 }
 
 /// Raises `n` VM exits on vCPU `v`.
-pub fn raise(v: &VcpuContext, n: u64) {
+pub fn raise(v: &VcpuEventContext, n: u64) {
     v.software_event(SoftwareEventId::Exits, n, Some(&mut UnavailableRegs), &mut |_| {});
 }
 
 /// Services the overflows of vCPU `v` and returns the overflow reports.
-pub fn serve(v: &VcpuContext) -> Vec<OverflowReport> {
+pub fn serve(v: &VcpuEventContext) -> Vec<OverflowReport> {
     let mut seen = Vec::new();
     v.service_overflows(&mut UnavailableRegs, &mut |o| seen.push(o));
     seen

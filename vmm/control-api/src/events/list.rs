@@ -85,7 +85,7 @@ pub enum EventListError {
 
 /// The quantity that an event counts.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum EventKind {
+pub enum PerfEventKind {
     /// A generic hardware event.
     Hardware(HardwareEvent),
     /// A software event.
@@ -188,11 +188,11 @@ impl EventModifiers {
 
 /// An event of an event list.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct EventSpec {
+pub struct EventListEntry {
     /// Name of the event: the text in the event list, or the value of a `name=` term.
     pub name: String,
     /// Event to count, without its modifiers.
-    pub kind: EventKind,
+    pub kind: PerfEventKind,
     /// The modifiers of the event.
     pub modifiers: EventModifiers,
     /// Sampling period from a `period=` term.
@@ -205,19 +205,19 @@ pub struct EventSpec {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct EventGroup {
     /// The events of the group, leader first. Never empty.
-    pub events: Vec<EventSpec>,
+    pub events: Vec<EventListEntry>,
     /// `true` if the event list contains the group in braces.
     pub braced: bool,
 }
 
-impl EventSpec {
+impl EventListEntry {
     /// Returns whether the event is a KVM statistic of the whole VM (`vm:…`) rather than of a vCPU.
     pub fn is_of_vm(&self) -> bool {
-        matches!(&self.kind, EventKind::Kvm(name) if name.starts_with("vm:"))
+        matches!(&self.kind, PerfEventKind::Kvm(name) if name.starts_with("vm:"))
     }
 }
 
-impl fmt::Display for EventSpec {
+impl fmt::Display for EventListEntry {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(&self.name)
     }
@@ -315,8 +315,8 @@ fn split(list: &str, braces_allowed: bool) -> Result<Vec<&str>, EventListError> 
     }
 }
 
-fn event(text: &str) -> Result<EventSpec, EventListError> {
-    let plain = |kind, modifiers| EventSpec {
+fn event(text: &str) -> Result<EventListEntry, EventListError> {
+    let plain = |kind, modifiers| EventListEntry {
         name: text.to_owned(),
         kind,
         modifiers,
@@ -345,16 +345,16 @@ fn event(text: &str) -> Result<EventSpec, EventListError> {
     let known = match prefix {
         "kvm" => Some(kvm(name)?),
         _ => hardware(name)
-            .map(EventKind::Hardware)
-            .or_else(|| software(name).map(EventKind::Software))
-            .or_else(|| cache(name).map(EventKind::Cache))
-            .or_else(|| paravirtual(name).map(EventKind::Paravirtual)),
+            .map(PerfEventKind::Hardware)
+            .or_else(|| software(name).map(PerfEventKind::Software))
+            .or_else(|| cache(name).map(PerfEventKind::Cache))
+            .or_else(|| paravirtual(name).map(PerfEventKind::Paravirtual)),
     };
     let kind = match (known, name.strip_prefix('r')) {
         (Some(kind), _) => kind,
         (None, Some(hex)) if !hex.is_empty() && hex.bytes().all(|b| b.is_ascii_hexdigit()) => {
             let config = u64::from_str_radix(hex, 16).map_err(|_| EventListError::Raw(name.to_owned()))?;
-            EventKind::Raw {
+            PerfEventKind::Raw {
                 config,
                 config1: 0,
                 config2: 0,
@@ -367,14 +367,14 @@ fn event(text: &str) -> Result<EventSpec, EventListError> {
     Ok(plain(kind, modifiers))
 }
 
-fn kvm(name: &str) -> Result<EventKind, EventListError> {
+fn kvm(name: &str) -> Result<PerfEventKind, EventListError> {
     let of = name.strip_prefix("vm:").unwrap_or(name);
     let word = !of.is_empty()
         && of
             .bytes()
             .all(|b| b.is_ascii_alphanumeric() || b"_-".contains(&b));
     if word {
-        Ok(EventKind::Kvm(name.to_owned()))
+        Ok(PerfEventKind::Kvm(name.to_owned()))
     } else {
         Err(EventListError::Unknown(format!("kvm:{name}")))
     }
@@ -396,7 +396,7 @@ const FIELDS: [(&str, u32, u32); 7] = [
 struct EventTerms {
     name: Option<String>,
     /// Event whose name was given as a term.
-    named: Option<EventKind>,
+    named: Option<PerfEventKind>,
     /// `true` if a term has set a field of the event-select register.
     selected: bool,
     config: u64,
@@ -441,10 +441,10 @@ impl EventTerms {
 
     /// Returns the event that the terms select. Returns an error message if the terms select no
     /// event, or both a named event and a selector.
-    fn kind(&mut self) -> Result<EventKind, &'static str> {
+    fn kind(&mut self) -> Result<PerfEventKind, &'static str> {
         match (self.named.take(), self.selected) {
             (Some(kind), false) => Ok(kind),
-            (None, true) => Ok(EventKind::Raw {
+            (None, true) => Ok(PerfEventKind::Raw {
                 config: self.config,
                 config1: self.config1,
                 config2: self.config2,
@@ -460,7 +460,7 @@ fn with_terms(
     pmu: &str,
     terms: &str,
     modifiers: EventModifiers,
-) -> Result<EventSpec, EventListError> {
+) -> Result<EventListEntry, EventListError> {
     let mut said = EventTerms::default();
     for term in terms.split(',').map(str::trim).filter(|t| !t.is_empty()) {
         let fail = |why| EventListError::Term {
@@ -479,10 +479,10 @@ fn with_terms(
         }
         let known = match pmu {
             "cpu" => hardware(key)
-                .map(EventKind::Hardware)
-                .or_else(|| cache(key).map(EventKind::Cache)),
-            "software" => software(key).map(EventKind::Software),
-            "pv" => paravirtual(key).map(EventKind::Paravirtual),
+                .map(PerfEventKind::Hardware)
+                .or_else(|| cache(key).map(PerfEventKind::Cache)),
+            "software" => software(key).map(PerfEventKind::Software),
+            "pv" => paravirtual(key).map(PerfEventKind::Paravirtual),
             "kvm" => match key {
                 "period" | "freq" => None,
                 name => Some(kvm(name)?),
@@ -512,7 +512,7 @@ fn with_terms(
         term: terms.to_owned(),
         why,
     })?;
-    Ok(EventSpec {
+    Ok(EventListEntry {
         name: said.name.unwrap_or_else(|| text.to_owned()),
         kind,
         modifiers,
@@ -533,7 +533,7 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    fn one(text: &str) -> EventSpec {
+    fn one(text: &str) -> EventListEntry {
         let groups = parse(text).unwrap_or_else(|e| panic!("{text}: {e}"));
         assert_eq!((groups.len(), groups[0].events.len()), (1, 1), "{text}");
         groups.into_iter().next().unwrap().events.remove(0)
@@ -542,40 +542,49 @@ mod tests {
     #[test]
     fn names_of_every_kind_are_known() {
         let kind = |t: &str| one(t).kind;
-        assert_eq!(kind("cpu-cycles"), EventKind::Hardware(HardwareEvent::Cycles));
-        assert_eq!(kind("cs"), EventKind::Software(SoftwareEvent::ContextSwitches));
-        assert_eq!(kind("L1-dcache-load-misses"), EventKind::Cache(0x1_0000));
-        assert_eq!(kind("iTLB-loads"), EventKind::Cache(4));
+        assert_eq!(kind("cpu-cycles"), PerfEventKind::Hardware(HardwareEvent::Cycles));
+        assert_eq!(
+            kind("cs"),
+            PerfEventKind::Software(SoftwareEvent::ContextSwitches)
+        );
+        assert_eq!(kind("L1-dcache-load-misses"), PerfEventKind::Cache(0x1_0000));
+        assert_eq!(kind("iTLB-loads"), PerfEventKind::Cache(4));
         assert_eq!(
             kind("branch-misses"),
-            EventKind::Hardware(HardwareEvent::BranchMisses)
+            PerfEventKind::Hardware(HardwareEvent::BranchMisses)
         );
-        assert_eq!(kind("branch-load-misses"), EventKind::Cache(0x1_0005));
+        assert_eq!(kind("branch-load-misses"), PerfEventKind::Cache(0x1_0005));
         assert_eq!(
             kind("r1a8"),
-            EventKind::Raw {
+            PerfEventKind::Raw {
                 config: 0x1a8,
                 config1: 0,
                 config2: 0
             }
         );
-        assert_eq!(kind("kvm:halt_exits"), EventKind::Kvm("halt_exits".into()));
-        assert_eq!(kind("kvm/exits/"), EventKind::Kvm("exits".into()));
-        assert_eq!(kind("kvm:vm:pages_4k"), EventKind::Kvm("vm:pages_4k".into()));
-        assert_eq!(kind("kvm:vm:pages_4k:D"), EventKind::Kvm("vm:pages_4k".into()));
+        assert_eq!(kind("kvm:halt_exits"), PerfEventKind::Kvm("halt_exits".into()));
+        assert_eq!(kind("kvm/exits/"), PerfEventKind::Kvm("exits".into()));
+        assert_eq!(kind("kvm:vm:pages_4k"), PerfEventKind::Kvm("vm:pages_4k".into()));
+        assert_eq!(
+            kind("kvm:vm:pages_4k:D"),
+            PerfEventKind::Kvm("vm:pages_4k".into())
+        );
         assert!(one("kvm:vm:pages_4k").is_of_vm() && !one("kvm:exits:D").is_of_vm());
         for wrong in ["kvm:vm:", "kvm:vm::D", "kvm:vm:vm:x", "kvm:vm:é"] {
             assert!(parse(wrong).is_err(), "{wrong}");
         }
-        assert_eq!(kind("pv/steal-ns/"), EventKind::Paravirtual("steal-ns"));
-        assert_eq!(kind("vm-exits"), EventKind::Paravirtual("vm-exits"));
-        assert_eq!(kind("ref-cycles"), EventKind::Hardware(HardwareEvent::RefCycles));
+        assert_eq!(kind("pv/steal-ns/"), PerfEventKind::Paravirtual("steal-ns"));
+        assert_eq!(kind("vm-exits"), PerfEventKind::Paravirtual("vm-exits"));
+        assert_eq!(
+            kind("ref-cycles"),
+            PerfEventKind::Hardware(HardwareEvent::RefCycles)
+        );
     }
 
     #[test]
     fn terms_build_the_event_select() {
         let config = |t: &str| match one(t).kind {
-            EventKind::Raw { config, .. } => config,
+            PerfEventKind::Raw { config, .. } => config,
             other => panic!("{t}: {other:?}"),
         };
         assert_eq!(config("cpu/event=0x3c,umask=0x01/"), 0x13c);

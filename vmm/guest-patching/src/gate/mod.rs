@@ -35,7 +35,7 @@ use frame::FaultFrame;
 pub use frame::{RFLAGS_TF, rdpmc_length};
 use handler_trap::HandlerInstruction;
 pub use handler_trap::{GpHandlerTrap, TriggeredHandlerTrap};
-use kernel_images::packed::PackedSymbols;
+use kernel_images::packed::CompressedKernelSymbols;
 
 /// Interrupt vector of #GP, the general-protection exception (SDM vol. 3 §6.15).
 const GENERAL_PROTECTION: u8 = 13;
@@ -115,7 +115,7 @@ impl HandlerSnapshot {
 #[derive(Debug)]
 pub struct GpHandlerInterception {
     memory: GuestMemoryMmap,
-    symbols: Arc<PackedSymbols>,
+    symbols: Arc<CompressedKernelSymbols>,
     /// Trap shared by all vCPUs. `None` if a breakpoint is used instead.
     planted: Option<Arc<GpHandlerTrap>>,
     /// Instruction at which the breakpoint is set.
@@ -144,7 +144,7 @@ impl GpHandlerInterception {
     pub fn new(
         planted: Option<Arc<GpHandlerTrap>>,
         memory: GuestMemoryMmap,
-        symbols: Arc<PackedSymbols>,
+        symbols: Arc<CompressedKernelSymbols>,
     ) -> Self {
         Self {
             memory,

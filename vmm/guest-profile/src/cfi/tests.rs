@@ -14,8 +14,8 @@ fn entry(id: u32, body: &[u8]) -> Vec<u8> {
 }
 
 /// Returns a map in which `module` is mapped at `start` with the load bias `bias`.
-fn mapped(start: u64, len: u64, bias: u64, module: LoadedModule) -> CodeMap {
-    CodeMap::new(vec![MappedCode {
+fn mapped(start: u64, len: u64, bias: u64, module: LoadedModule) -> ProcessModuleMap {
+    ProcessModuleMap::new(vec![MappedModule {
         start,
         end: start + len,
         code: Some((bias, Arc::new(module))),
@@ -57,7 +57,7 @@ fn tables(functions: &[(u64, u32, &[u8])]) -> UnwindTables {
     }
 }
 
-fn code(tables: UnwindTables) -> CodeMap {
+fn code(tables: UnwindTables) -> ProcessModuleMap {
     mapped(CODE, 0x10_0000, CODE, LoadedModule::of_tables(tables))
 }
 
@@ -79,7 +79,7 @@ fn words(words: &[u64]) -> Vec<u8> {
     words.iter().flat_map(|word| word.to_le_bytes()).collect()
 }
 
-fn unwind(code: &CodeMap, state: &UserThreadState<'_>) -> (Vec<u64>, UnwindResult) {
+fn unwind(code: &ProcessModuleMap, state: &UserThreadState<'_>) -> (Vec<u64>, UnwindResult) {
     let mut out = Vec::new();
     let unwound = Unwinder::default().unwind(code, state, 127, &mut out);
     (out, unwound)
@@ -98,7 +98,7 @@ const FUNCTIONS: &[(u64, u32, &[u8])] = &[
 ];
 
 /// Unwinds a stack through all of [`FUNCTIONS`] and checks the call chain.
-fn check_unwinding_of_functions(code: &CodeMap) {
+fn check_unwinding_of_functions(code: &ProcessModuleMap) {
     let stack = words(&[CODE + 0x210, 1, 2, 0x99, CODE + 0x310, 3, 8, CODE + 0x410, 0]);
     let mut state = state(CODE + 0x110, &stack);
     state.registers[3] = Some(STACK + 8 * 6);

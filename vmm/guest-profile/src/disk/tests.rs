@@ -5,12 +5,12 @@ use std::process::Command;
 
 use super::*;
 use crate::modules::LoadedModule;
-use crate::programs::{GuestFiles, GuestSymbols};
+use crate::programs::{GuestFileSource, GuestSymbols};
 use kernel_images::build_id::BuildId;
 
 struct InMemory(Vec<u8>);
 
-impl DiskBytes for InMemory {
+impl GuestDiskReader for InMemory {
     fn len(&self) -> u64 {
         self.0.len() as u64
     }
@@ -237,7 +237,7 @@ fn disk_enforces_total_timeout() {
 #[test]
 fn path_resolution_reads_each_sector_once() {
     struct Changing(Vec<u8>, std::sync::atomic::AtomicUsize);
-    impl DiskBytes for Changing {
+    impl GuestDiskReader for Changing {
         fn len(&self) -> u64 {
             self.0.len() as u64
         }
@@ -250,7 +250,7 @@ fn path_resolution_reads_each_sector_once() {
             Ok(())
         }
     }
-    let disk: Rc<dyn DiskBytes> = Rc::new(Changing(vec![0; 1 << 16], Default::default()));
+    let disk: Rc<dyn GuestDiskReader> = Rc::new(Changing(vec![0; 1 << 16], Default::default()));
     let budget = ReadBudget::default();
     budget.allow(1 << 20);
     let mut part = DiskRange {
@@ -276,7 +276,7 @@ fn path_resolution_reads_each_sector_once() {
 #[test]
 fn failed_disk_reader_is_an_immediate_error() {
     struct Failing;
-    impl DiskBytes for Failing {
+    impl GuestDiskReader for Failing {
         fn len(&self) -> u64 {
             1 << 30
         }
@@ -301,7 +301,7 @@ fn library_on_disk_has_symbols_tables_and_build_id() {
     let Some(bytes) = file_system(&[("lib/libc.so.6", &libc), ("tmp/perf-7.map", b"7f00 10 made\n")]) else {
         return eprintln!("skipped: no mke2fs here");
     };
-    let mut mount = GuestSymbols::of(GuestFiles::Disk(open(bytes).unwrap()));
+    let mut mount = GuestSymbols::of(GuestFileSource::Disk(open(bytes).unwrap()));
     let object = mount.object("/lib/libc.so.6").expect("it is there");
     let malloc = (0..libc.len() as u64).step_by(16).find(|address| {
         let found = object.resolve(*address);

@@ -12,7 +12,7 @@ use std::rc::Rc;
 use iced_x86::{Decoder, DecoderOptions, Formatter, GasFormatter, Instruction};
 
 use super::symbolize::Symbolizer;
-use super::{EventInfo, Profile, frames};
+use super::{Profile, SampledEventInfo, frames};
 
 /// Maximum number of code bytes that are shown for a function.
 pub const MAX_CODE: u64 = 64 << 10;
@@ -45,7 +45,11 @@ pub struct SampledFunction {
 }
 
 /// Returns the functions that have samples of `event`, sorted by descending period.
-pub fn functions(profile: &Profile, symbols: &mut Symbolizer<'_>, event: &EventInfo) -> Vec<SampledFunction> {
+pub fn functions(
+    profile: &Profile,
+    symbols: &mut Symbolizer<'_>,
+    event: &SampledEventInfo,
+) -> Vec<SampledFunction> {
     let mut found: HashMap<(Rc<str>, String), SampledFunction> = HashMap::new();
     for sample in profile.samples().filter(|s| s.event_id == event.id) {
         let Some(frame) = frames(&sample).next() else {
@@ -215,24 +219,24 @@ pub fn render(event: &str, function: &SampledFunction, annotated: &AnnotatedCode
 
 #[cfg(test)]
 mod tests {
-    use super::super::{EventRate, NO_PID, ProfileMetadata, ProfileSample, SavedSymbol};
+    use super::super::{EventSamplingRate, NO_PID, ProfileMetadata, ProfileSample, ProfileSymbol};
     use super::*;
 
     /// Code of the sampled test function: push %rbp; mov %rsp,%rbp; jmp to itself; ret.
     const CODE: [u8; 7] = [0x55, 0x48, 0x89, 0xe5, 0xeb, 0xfe, 0xc3];
 
     fn profile(ips: &[u64]) -> Profile {
-        let event = EventInfo {
+        let event = SampledEventInfo {
             name: "cycles".into(),
             type_: 0,
             config: 0,
-            rate: EventRate::Period(1),
+            rate: EventSamplingRate::Period(1),
             branch_filter: 0,
             has_chains: true,
             id: 7,
         };
         let mut profile = Profile::new(ProfileMetadata::default(), vec![event]);
-        profile.symbols = vec![SavedSymbol {
+        profile.symbols = vec![ProfileSymbol {
             start: 0x1000,
             end: 0x1007,
             name: "spin".into(),

@@ -14,7 +14,7 @@ const INDENT: &str = "            ";
 
 /// Direction in which a call graph is printed.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub enum CallOrder {
+pub enum CallGraphOrder {
     /// From the sampled function to its callers.
     #[default]
     Callee,
@@ -26,7 +26,7 @@ pub enum CallOrder {
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct CallGraphOptions {
     /// Direction in which the call graph is printed.
-    pub order: CallOrder,
+    pub order: CallGraphOrder,
     /// Minimum share of a branch, in percent of the event's total period.
     pub min_percent: f64,
 }
@@ -39,7 +39,7 @@ impl CallGraphOptions {
 impl Default for CallGraphOptions {
     fn default() -> Self {
         Self {
-            order: CallOrder::default(),
+            order: CallGraphOrder::default(),
             min_percent: Self::MIN_PERCENT,
         }
     }
@@ -73,11 +73,16 @@ impl CallTree {
     }
 
     /// Adds the call chain of `sample` to the tree.
-    pub(super) fn add(&mut self, sample: &ProfileSample<'_>, symbols: &mut Symbolizer<'_>, order: CallOrder) {
+    pub(super) fn add(
+        &mut self,
+        sample: &ProfileSample<'_>,
+        symbols: &mut Symbolizer<'_>,
+        order: CallGraphOrder,
+    ) {
         let mut names: Vec<Rc<str>> = frames(sample)
             .map(|frame| symbols.name(frame, sample.pid).name.as_str().into())
             .collect();
-        if order == CallOrder::Caller {
+        if order == CallGraphOrder::Caller {
             names.reverse();
         }
         let mut at = 0;

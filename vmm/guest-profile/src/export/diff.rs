@@ -4,13 +4,13 @@ use std::collections::BTreeMap;
 use std::fmt::Write as _;
 
 use super::Profile;
-use super::report::{ReportOptions, ReportTable, SortKey, columns, tables, widths};
+use super::report::{ProfileReportOptions, ProfileReportTable, SortKey, columns, tables, widths};
 use super::symbolize::Symbolizer;
 
 /// One row of a comparison: a function or another group of samples, with its share of the event's
 /// total period in each profile. A share is `None` if the profile has no sample for this row.
 #[derive(Debug, Clone, PartialEq)]
-pub struct DiffRow {
+pub struct ProfileDiffRow {
     /// Share of this row in the older profile, in percent.
     pub before: Option<f64>,
     /// Share of this row in the newer profile, in percent.
@@ -19,7 +19,7 @@ pub struct DiffRow {
     pub keys: Vec<String>,
 }
 
-impl DiffRow {
+impl ProfileDiffRow {
     /// Returns the change of the row's share, in percentage points.
     pub fn delta(&self) -> f64 {
         self.after.unwrap_or(0.0) - self.before.unwrap_or(0.0)
@@ -28,27 +28,28 @@ impl DiffRow {
 
 /// Comparison of one event in two profiles.
 #[derive(Debug, Clone, PartialEq)]
-pub struct EventDiff {
+pub struct EventProfileDiff {
     /// Name of the compared event.
     pub event: String,
     /// Number of samples of the event in the older profile, and in the newer one.
     pub samples: (u64, u64),
     /// Rows of the comparison, sorted by descending absolute change of the share.
-    pub rows: Vec<DiffRow>,
+    pub rows: Vec<ProfileDiffRow>,
 }
 
 /// Compares the tables of two profiles event by event. Both profiles' tables must have the same
 /// columns. Returns the comparisons, and the names of the events that only one profile contains.
 fn compare(
-    before: Vec<ReportTable>,
-    after: Vec<ReportTable>,
+    before: Vec<ProfileReportTable>,
+    after: Vec<ProfileReportTable>,
     min_percent: f64,
-) -> (Vec<EventDiff>, Vec<String>) {
-    let mut after: Vec<Option<ReportTable>> = after.into_iter().map(Some).collect();
+) -> (Vec<EventProfileDiff>, Vec<String>) {
+    let mut after: Vec<Option<ProfileReportTable>> = after.into_iter().map(Some).collect();
     let (mut diffs, mut alone) = (Vec::new(), Vec::new());
     for old in before {
         // If several events have the same name, they are compared in order.
-        let same = |table: &&mut Option<ReportTable>| table.as_ref().is_some_and(|t| t.event == old.event);
+        let same =
+            |table: &&mut Option<ProfileReportTable>| table.as_ref().is_some_and(|t| t.event == old.event);
         let Some(new) = after.iter_mut().find(same).and_then(Option::take) else {
             alone.push(old.event);
             continue;
@@ -62,15 +63,15 @@ fn compare(
         }
         let rows = rows
             .into_iter()
-            .map(|(keys, (before, after))| DiffRow { before, after, keys });
-        let larger = |row: &DiffRow| row.before.unwrap_or(0.0).max(row.after.unwrap_or(0.0));
-        let shown = |row: &DiffRow| larger(row) >= min_percent;
-        let mut rows: Vec<DiffRow> = rows.filter(shown).collect();
+            .map(|(keys, (before, after))| ProfileDiffRow { before, after, keys });
+        let larger = |row: &ProfileDiffRow| row.before.unwrap_or(0.0).max(row.after.unwrap_or(0.0));
+        let shown = |row: &ProfileDiffRow| larger(row) >= min_percent;
+        let mut rows: Vec<ProfileDiffRow> = rows.filter(shown).collect();
         rows.sort_by(|a, b| {
             let by_change = b.delta().abs().total_cmp(&a.delta().abs());
             by_change.then_with(|| a.keys.cmp(&b.keys))
         });
-        diffs.push(EventDiff {
+        diffs.push(EventProfileDiff {
             event: old.event,
             samples: (old.samples, new.samples),
             rows,
@@ -85,10 +86,10 @@ fn compare(
 pub fn diffs(
     (old, old_symbols): (&Profile, &mut Symbolizer<'_>),
     (new, new_symbols): (&Profile, &mut Symbolizer<'_>),
-    options: &ReportOptions,
-) -> (Vec<EventDiff>, Vec<String>) {
+    options: &ProfileReportOptions,
+) -> (Vec<EventProfileDiff>, Vec<String>) {
     // The limit is applied after the comparison, because a row may be below it in only one profile.
-    let all = ReportOptions {
+    let all = ProfileReportOptions {
         min_percent: 0.0,
         ..options.clone()
     };
@@ -97,7 +98,7 @@ pub fn diffs(
 }
 
 /// Formats the comparison of two profiles as text.
-pub fn render(diffs: &[EventDiff], sort: &[SortKey]) -> String {
+pub fn render(diffs: &[EventProfileDiff], sort: &[SortKey]) -> String {
     let mut out = String::new();
     for diff in diffs {
         // Writing to a String cannot fail.
@@ -145,17 +146,17 @@ pub fn render(diffs: &[EventDiff], sort: &[SortKey]) -> String {
 
 #[cfg(test)]
 mod tests {
-    use super::super::report::ReportRow;
+    use super::super::report::ProfileReportRow;
     use super::*;
 
-    fn table(event: &str, rows: &[(f64, &str)]) -> ReportTable {
-        let row = |&(percent, name): &(f64, &str)| ReportRow {
+    fn table(event: &str, rows: &[(f64, &str)]) -> ProfileReportTable {
+        let row = |&(percent, name): &(f64, &str)| ProfileReportRow {
             percent,
             samples: 1,
             period: 1,
             keys: vec![name.to_owned()],
         };
-        ReportTable {
+        ProfileReportTable {
             event: event.to_owned(),
             samples: rows.len() as u64,
             period: 100,

@@ -10,7 +10,7 @@ use fxprof_processed_profile::{
 };
 
 use super::symbolize::{Symbolizer, task_label};
-use super::{EventInfo, EventRate, Profile, ProfileSample, frames};
+use super::{EventSamplingRate, Profile, ProfileSample, SampledEventInfo, frames};
 
 /// Sampling interval stored in the file for an event that is sampled with a fixed period and
 /// therefore has no interval: 1 ms, in nanoseconds.
@@ -24,7 +24,7 @@ const DEFAULT_INTERVAL_NS: u64 = 1_000_000;
 /// Returns an error if `out` fails.
 pub fn write(
     profile: &Profile,
-    event: &EventInfo,
+    event: &SampledEventInfo,
     symbols: &mut Symbolizer<'_>,
     out: impl Write,
 ) -> io::Result<()> {
@@ -32,8 +32,8 @@ pub fn write(
     order.sort_by_key(|s| s.time_ns);
     let first_ns = order.first().map_or(0, |s| s.time_ns);
     let interval = match event.rate {
-        EventRate::FrequencyHz(hz) => 1_000_000_000 / hz.max(1),
-        EventRate::Period(_) => DEFAULT_INTERVAL_NS,
+        EventSamplingRate::FrequencyHz(hz) => 1_000_000_000 / hz.max(1),
+        EventSamplingRate::Period(_) => DEFAULT_INTERVAL_NS,
     };
     let start = profile.meta.clock.map_or(UNIX_EPOCH, |clock| {
         let since = Duration::from_nanos(clock.at(first_ns));

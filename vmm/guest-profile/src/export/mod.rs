@@ -45,7 +45,7 @@ use kernel_images::build_id::BuildId;
 
 /// An event that was sampled for a profile.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct EventInfo {
+pub struct SampledEventInfo {
     /// Event name as specified by the operator, such as `cycles` or `cpu/event=0x3c/`.
     pub name: String,
     /// Value of `perf_event_attr.type` for the event.
@@ -53,7 +53,7 @@ pub struct EventInfo {
     /// Value of `perf_event_attr.config` for the event.
     pub config: u64,
     /// Sampling period or sampling frequency of the event.
-    pub rate: EventRate,
+    pub rate: EventSamplingRate,
     /// Value of `perf_event_attr.branch_sample_type`; 0 if the samples have no branch stacks.
     pub branch_filter: u64,
     /// `true` if the samples of the event have call chains. Should be `false` if all chains are
@@ -66,7 +66,7 @@ pub struct EventInfo {
 
 /// How often an event is sampled.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum EventRate {
+pub enum EventSamplingRate {
     /// The event is sampled once per this number of events.
     Period(u64),
     /// The event is sampled about this number of times per second.
@@ -123,7 +123,7 @@ pub struct ProfileMetadata {
 
 /// Run-time location of the guest kernel's code (text).
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct KernelMap {
+pub struct KernelTextMap {
     /// Address of the first byte of the kernel's code: the symbol `_stext` or `_text`.
     pub start: u64,
     /// Length of the kernel's code, in bytes.
@@ -188,7 +188,7 @@ pub struct ProfileSample<'c> {
     pub cr3: u64,
     /// Number of events that the sample represents.
     pub period: u64,
-    /// ID of the sampled event ([`EventInfo::id`]).
+    /// ID of the sampled event ([`SampledEventInfo::id`]).
     pub event_id: u64,
     /// Reasons why unwinding of the kernel part and of the user part of the call chain ended.
     pub ends: UnwindStopReasons,
@@ -240,7 +240,7 @@ pub const NO_PID: u32 = u32::MAX;
 /// A symbol that was resolved at recording time and saved in the file, so that it can be used
 /// without access to the guest or its kernel.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct SavedSymbol {
+pub struct ProfileSymbol {
     /// Start address of the symbol.
     pub start: u64,
     /// End address of the symbol (exclusive).
@@ -257,9 +257,9 @@ pub struct Profile {
     /// Metadata of the profile, such as the host name of the guest.
     pub meta: ProfileMetadata,
     /// Events that were sampled.
-    pub events: Vec<EventInfo>,
+    pub events: Vec<SampledEventInfo>,
     /// Location of the guest kernel; `None` if it was not found.
-    pub kernel: Option<KernelMap>,
+    pub kernel: Option<KernelTextMap>,
     /// Names of the sampled guest tasks.
     pub tasks: Vec<TaskName>,
     /// File mappings of the sampled guest processes.
@@ -267,7 +267,7 @@ pub struct Profile {
     /// Number of samples lost during recording.
     pub lost: u64,
     /// Symbols that were resolved at recording time and saved in the file.
-    pub symbols: Vec<SavedSymbol>,
+    pub symbols: Vec<ProfileSymbol>,
     samples: Vec<StoredSample>,
     chains: Vec<u64>,
     branches: Vec<SampledBranch>,
@@ -284,7 +284,7 @@ struct StoredSample {
 
 impl Profile {
     /// Creates an empty profile.
-    pub fn new(meta: ProfileMetadata, events: Vec<EventInfo>) -> Self {
+    pub fn new(meta: ProfileMetadata, events: Vec<SampledEventInfo>) -> Self {
         Self {
             meta,
             events,
@@ -338,7 +338,7 @@ impl Profile {
     }
 
     /// Returns the sampled event with ID `id`.
-    pub fn event(&self, id: u64) -> Option<&EventInfo> {
+    pub fn event(&self, id: u64) -> Option<&SampledEventInfo> {
         self.events.iter().find(|e| e.id == id)
     }
 

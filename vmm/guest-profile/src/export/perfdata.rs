@@ -2,7 +2,7 @@
 //! (`tools/perf/Documentation/perf.data-file-format.txt`).
 //!
 //! A file consists of a header, event IDs, attributes, records and feature sections. They are
-//! followed by data that `perf` ignores: a section with symbols ([`super::SavedSymbol`], gzipped
+//! followed by data that `perf` ignores: a section with symbols ([`super::ProfileSymbol`], gzipped
 //! JSON) and a footer with the offset of that section. Records describe the guest: pid and tid are
 //! the guest's, and the CPU is the vCPU. The CPU mode in a record's header and the name of the
 //! kernel depend on the [`ProfilePerspective`]:
@@ -18,7 +18,7 @@
 //! stored in separate records.
 //!
 //! CR3, the privilege level and the reason why unwinding ended have no sample field. They are
-//! stored in the raw data of a sample ([`FileSampleData`]).
+//! stored in the raw data of a sample ([`PerfDataRawSample`]).
 
 use std::collections::{BTreeMap, HashSet};
 use std::fs::File;
@@ -30,10 +30,10 @@ use zerocopy::IntoBytes;
 
 use super::context::{CONTEXT_KERNEL, CONTEXT_USER};
 use super::{
-    EventInfo, EventRate, FileMapping, KernelMap, NO_PID, Profile, ProfileMetadata, ProfilePerspective,
-    ProfileSample, SavedSymbol, TaskName,
+    EventSamplingRate, FileMapping, KernelTextMap, NO_PID, Profile, ProfileMetadata, ProfilePerspective,
+    ProfileSample, ProfileSymbol, SampledEventInfo, TaskName,
 };
-use crate::sample::FileSampleData;
+use crate::sample::PerfDataRawSample;
 use crate::unwind::{CONTEXT_GUEST_KERNEL, CONTEXT_GUEST_USER};
 use kernel_images::build_id::{self, BuildId};
 
@@ -157,7 +157,7 @@ const NAME_ALIGN: usize = 64;
 pub struct PerfDataWriter<W: Write + Seek> {
     out: W,
     meta: ProfileMetadata,
-    events: Vec<EventInfo>,
+    events: Vec<SampledEventInfo>,
     data_start: u64,
     data_len: u64,
     times: Option<(u64, u64)>,
@@ -206,7 +206,7 @@ impl PerfDataWriter<BufWriter<File>> {
 impl<W: Write + Seek> PerfDataWriter<W> {
     /// Starts a `perf.data` file at position 0 of `out`: writes its header, event IDs and
     /// attributes.
-    pub fn new(mut out: W, meta: ProfileMetadata, events: Vec<EventInfo>) -> io::Result<Self> {
+    pub fn new(mut out: W, meta: ProfileMetadata, events: Vec<SampledEventInfo>) -> io::Result<Self> {
         let ids = 8 * events.len() as u64;
         let data_start = HEADER_SIZE + ids + ATTR_ENTRY_SIZE * events.len() as u64;
         let mut buf = header(events.len() as u64, data_start, 0, [0; 4]);
@@ -270,7 +270,7 @@ impl<W: Write + Seek> PerfDataWriter<W> {
 
     /// Writes the location of the guest kernel. Must be called before the first sample is written,
     /// because `perf` needs the location to resolve addresses.
-    pub fn kernel(&mut self, k: &KernelMap) -> io::Result<()> {
+    pub fn kernel(&mut self, k: &KernelTextMap) -> io::Result<()> {
         let form = self.meta.form;
         // perf identifies guests by pid, and `--guestkallsyms` applies to pid 0.
         let (name, pid) = match form {
@@ -393,8 +393,8 @@ impl<W: Write + Seek> PerfDataWriter<W> {
                 }
             }
             // Together with its length word, the raw data must be a multiple of 8 bytes.
-            put32(b, size_of::<FileSampleData>() as u32);
-            b.extend_from_slice(FileSampleData::new(s.cr3, s.cpl, s.ends).as_bytes());
+            put32(b, size_of::<PerfDataRawSample>() as u32);
+            b.extend_from_slice(PerfDataRawSample::new(s.cr3, s.cpl, s.ends).as_bytes());
             if has_branches {
                 let branches = &s.branches[..s.branches.len().min(MAX_BRANCHES)];
                 put64(b, branches.len() as u64);
@@ -461,7 +461,7 @@ impl<W: Write + Seek> PerfDataWriter<W> {
         clippy::cast_possible_truncation,
         reason = "words of a command line and events are far fewer"
     )]
-    pub fn finish(mut self, symbols: &[SavedSymbol]) -> io::Result<W> {
+    pub fn finish(mut self, symbols: &[ProfileSymbol]) -> io::Result<W> {
         let end = self.data_start + self.data_len;
         let mut features: Vec<(u32, Vec<u8>)> = vec![
             (feature::HOSTNAME, string(&self.meta.hostname)),
@@ -650,11 +650,11 @@ fn marker_for_perf(frame: u64) -> u64 {
     }
 }
 
-fn put_attr(b: &mut Vec<u8>, e: &EventInfo, meta: &ProfileMetadata) {
+fn put_attr(b: &mut Vec<u8>, e: &SampledEventInfo, meta: &ProfileMetadata) {
     let start = b.len();
     let (rate, freq) = match e.rate {
-        EventRate::Period(p) => (p, 0),
-        EventRate::FrequencyHz(f) => (f, attr_flag::FREQ),
+        EventSamplingRate::Period(p) => (p, 0),
+        EventSamplingRate::FrequencyHz(f) => (f, attr_flag::FREQ),
     };
     put32(b, e.type_);
     put32(b, ATTR_SIZE);

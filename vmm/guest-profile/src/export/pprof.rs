@@ -9,7 +9,7 @@ use std::io::{self, Write};
 use prost::Message;
 
 use super::symbolize::{Symbolizer, task_label};
-use super::{ChainFrame, EventRate, Profile, frames};
+use super::{ChainFrame, EventSamplingRate, Profile, frames};
 
 /// Messages of <https://github.com/google/pprof/blob/main/proto/profile.proto>, with the same field
 /// numbers.
@@ -249,7 +249,7 @@ pub fn write(
     ];
     p.default_sample_type = event;
     p.period_type = Some(proto::ValueType { type_: event, unit });
-    if let Some(EventRate::Period(n)) = first.map(|e| e.rate) {
+    if let Some(EventSamplingRate::Period(n)) = first.map(|e| e.rate) {
         p.period = i64::try_from(n).unwrap_or(i64::MAX);
     }
     let times = || profile.samples().map(|s| s.time_ns);

@@ -16,10 +16,10 @@ use super::perfdata::{
     own_marker,
 };
 use super::{
-    ClockCorrelation, EventInfo, EventRate, FileMapping, KernelMap, NO_PID, Profile, ProfileMetadata,
-    ProfilePerspective, ProfileSample, SampledBranch, SavedSymbol, TaskName,
+    ClockCorrelation, EventSamplingRate, FileMapping, KernelTextMap, NO_PID, Profile, ProfileMetadata,
+    ProfilePerspective, ProfileSample, ProfileSymbol, SampledBranch, SampledEventInfo, TaskName,
 };
-use crate::sample::FileSampleData;
+use crate::sample::PerfDataRawSample;
 use crate::unwind::{CONTEXT_GUEST_KERNEL, CONTEXT_GUEST_USER, UnwindStopReasons};
 use kernel_images::build_id::{self, BuildId};
 use kernel_images::le::u64_at;
@@ -458,16 +458,16 @@ fn event_info(
     name: Option<&str>,
     id: Option<u64>,
     index: usize,
-) -> EventInfo {
+) -> SampledEventInfo {
     use linux_perf_data::linux_perf_event_reader::SamplingPolicy;
-    EventInfo {
+    SampledEventInfo {
         name: name.map_or_else(|| format!("event {index}"), str::to_owned),
         type_,
         config,
         rate: match attr.sampling_policy {
-            SamplingPolicy::Period(p) => EventRate::Period(p.get()),
-            SamplingPolicy::Frequency(f) => EventRate::FrequencyHz(f),
-            SamplingPolicy::NoSampling => EventRate::Period(0),
+            SamplingPolicy::Period(p) => EventSamplingRate::Period(p.get()),
+            SamplingPolicy::Frequency(f) => EventSamplingRate::FrequencyHz(f),
+            SamplingPolicy::NoSampling => EventSamplingRate::Period(0),
         },
         branch_filter,
         has_chains,
@@ -477,7 +477,7 @@ fn event_info(
 
 /// Sets the name of an event from an EVENT_UPDATE record, which consists of type, event ID and
 /// name.
-fn take_name(events: &mut [EventInfo], data: &[u8]) {
+fn take_name(events: &mut [SampledEventInfo], data: &[u8]) {
     if u64_at(data, 0) != Some(UPDATES_NAME) {
         return;
     }
@@ -510,7 +510,7 @@ fn add(
             if matches!(s.cpu_mode, CpuMode::GuestUser | CpuMode::GuestKernel) {
                 profile.meta.form = ProfilePerspective::AsHost;
             }
-            let ours = s.raw.and_then(|raw| FileSampleData::read(&raw.as_slice()));
+            let ours = s.raw.and_then(|raw| PerfDataRawSample::read(&raw.as_slice()));
             let unknown = (0, if user { 3 } else { 0 }, UnwindStopReasons::default());
             let (cr3, cpl, ends) = ours.unwrap_or(unknown);
             let mut sample = ProfileSample {
@@ -549,7 +549,7 @@ fn add(
                 if m.cpu_mode == CpuMode::GuestKernel {
                     profile.meta.form = ProfilePerspective::AsHost;
                 }
-                profile.kernel = Some(KernelMap {
+                profile.kernel = Some(KernelTextMap {
                     start: m.address,
                     len: m.length,
                     reference_symbol: symbol.to_owned(),
@@ -597,7 +597,7 @@ fn marker_for_us(frame: u64) -> u64 {
 
 /// Reads the optional section with saved symbols, which follows the feature sections. Returns an
 /// empty list if the section is missing or damaged.
-fn saved_symbols(bytes: &[u8]) -> Vec<SavedSymbol> {
+fn saved_symbols(bytes: &[u8]) -> Vec<ProfileSymbol> {
     let packed = || {
         let footer = bytes.len().checked_sub(24)?;
         if &bytes[footer + 16..] != FOOTER_MAGIC {

@@ -6,7 +6,7 @@ use std::fmt::Write as _;
 use super::call_tree::{CallGraphOptions, CallTree};
 use super::filter::SampleFilter;
 use super::symbolize::{Symbolizer, task_label};
-use super::{EventInfo, Profile, ProfileSample, frames};
+use super::{Profile, ProfileSample, SampledEventInfo, frames};
 
 /// Property of a sample by which a report groups samples.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -52,7 +52,7 @@ impl SortKey {
 
 /// A column of a report.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum ReportColumn {
+pub enum ProfileReportColumn {
     /// Sum of the row's periods as a share of the event's total, in percent.
     Overhead,
     /// Number of samples in the row.
@@ -63,7 +63,7 @@ pub enum ReportColumn {
     Key(SortKey),
 }
 
-impl ReportColumn {
+impl ProfileReportColumn {
     /// Returns the column with the name `name`: `overhead`, `sample`, `period`, or a sort key.
     pub fn from_name(name: &str) -> Option<Self> {
         Some(match name {
@@ -96,12 +96,12 @@ impl ReportColumn {
 
 /// Options for a report.
 #[derive(Debug, Clone)]
-pub struct ReportOptions {
+pub struct ProfileReportOptions {
     /// Columns by which samples are grouped, in the order of the output.
     pub sort: Vec<SortKey>,
     /// Columns to print, in order; `None` for the default: the share, the number of samples and the
     /// sort keys.
-    pub columns: Option<Vec<ReportColumn>>,
+    pub columns: Option<Vec<ProfileReportColumn>>,
     /// Minimum share of a row, in percent. Rows below it are omitted.
     pub min_percent: f64,
     /// Filter for the displayed samples. The shares still refer to all samples.
@@ -110,7 +110,7 @@ pub struct ReportOptions {
     pub call_graph: Option<CallGraphOptions>,
 }
 
-impl Default for ReportOptions {
+impl Default for ProfileReportOptions {
     fn default() -> Self {
         Self {
             sort: vec![SortKey::Comm, SortKey::Object, SortKey::Symbol],
@@ -122,11 +122,11 @@ impl Default for ReportOptions {
     }
 }
 
-impl ReportOptions {
-    fn columns(&self) -> Vec<ReportColumn> {
+impl ProfileReportOptions {
+    fn columns(&self) -> Vec<ProfileReportColumn> {
         self.columns.clone().unwrap_or_else(|| {
-            let numbers = [ReportColumn::Overhead, ReportColumn::Samples];
-            let keys = self.sort.iter().copied().map(ReportColumn::Key);
+            let numbers = [ProfileReportColumn::Overhead, ProfileReportColumn::Samples];
+            let keys = self.sort.iter().copied().map(ProfileReportColumn::Key);
             numbers.into_iter().chain(keys).collect()
         })
     }
@@ -134,7 +134,7 @@ impl ReportOptions {
 
 /// One row of a report, which stands for the samples with equal values in the sort columns.
 #[derive(Debug, Clone, PartialEq)]
-pub struct ReportRow {
+pub struct ProfileReportRow {
     /// Share of the row in the event's total period, in percent.
     pub percent: f64,
     /// Number of samples in the row.
@@ -147,7 +147,7 @@ pub struct ReportRow {
 
 /// The table of one event in a report.
 #[derive(Debug, Clone, PartialEq)]
-pub struct ReportTable {
+pub struct ProfileReportTable {
     /// Name of the event.
     pub event: String,
     /// Number of samples of the event, including those whose rows are omitted.
@@ -157,11 +157,15 @@ pub struct ReportTable {
     /// `true` if the event's samples have different periods.
     pub weighted: bool,
     /// Rows, sorted by descending share.
-    pub rows: Vec<ReportRow>,
+    pub rows: Vec<ProfileReportRow>,
 }
 
 /// Returns the tables of a report, one per event. Samples are grouped by the sort columns.
-pub fn tables(profile: &Profile, symbols: &mut Symbolizer<'_>, options: &ReportOptions) -> Vec<ReportTable> {
+pub fn tables(
+    profile: &Profile,
+    symbols: &mut Symbolizer<'_>,
+    options: &ProfileReportOptions,
+) -> Vec<ProfileReportTable> {
     let events = profile.events.iter();
     events
         .map(|event| table(event, profile, symbols, options))
@@ -169,11 +173,11 @@ pub fn tables(profile: &Profile, symbols: &mut Symbolizer<'_>, options: &ReportO
 }
 
 fn table(
-    event: &EventInfo,
+    event: &SampledEventInfo,
     profile: &Profile,
     symbols: &mut Symbolizer<'_>,
-    options: &ReportOptions,
-) -> ReportTable {
+    options: &ProfileReportOptions,
+) -> ProfileReportTable {
     let mut groups: HashMap<Vec<String>, (u64, u64)> = HashMap::new();
     let (mut samples, mut period) = (0u64, 0u64);
     let (mut least, mut most) = (u64::MAX, 0);
@@ -187,9 +191,9 @@ fn table(
             group.1 = group.1.saturating_add(s.period);
         }
     }
-    let mut rows: Vec<ReportRow> = groups
+    let mut rows: Vec<ProfileReportRow> = groups
         .into_iter()
-        .map(|(keys, (n, p))| ReportRow {
+        .map(|(keys, (n, p))| ProfileReportRow {
             percent: if period == 0 {
                 0.0
             } else {
@@ -202,7 +206,7 @@ fn table(
         .filter(|r| r.percent >= options.min_percent)
         .collect();
     rows.sort_by(|a, b| b.period.cmp(&a.period).then_with(|| a.keys.cmp(&b.keys)));
-    ReportTable {
+    ProfileReportTable {
         event: event.name.clone(),
         samples,
         period,
@@ -216,7 +220,7 @@ fn keys(
     s: &ProfileSample<'_>,
     profile: &Profile,
     symbols: &mut Symbolizer<'_>,
-    options: &ReportOptions,
+    options: &ProfileReportOptions,
 ) -> Vec<String> {
     let top = frames(s).next().map(|f| symbols.name(f, s.pid));
     let key = |key: &SortKey| match key {
@@ -234,10 +238,10 @@ fn keys(
 
 /// Returns the call trees of one event, one per row of its table.
 fn call_trees(
-    event: &EventInfo,
+    event: &SampledEventInfo,
     profile: &Profile,
     symbols: &mut Symbolizer<'_>,
-    options: &ReportOptions,
+    options: &ProfileReportOptions,
 ) -> HashMap<Vec<String>, CallTree> {
     let mut trees = HashMap::new();
     let Some(graph) = options.call_graph else {
@@ -286,12 +290,16 @@ pub(super) fn columns(texts: &[&str], widths: &[usize]) -> String {
 }
 
 /// Returns the text of a row in each column.
-fn cells(row: &ReportRow, options: &ReportOptions, shown: &[ReportColumn]) -> Vec<String> {
-    let cell = |column: &ReportColumn| match column {
-        ReportColumn::Overhead => format!("{:.2}%", row.percent),
-        ReportColumn::Samples => row.samples.to_string(),
-        ReportColumn::Period => row.period.to_string(),
-        ReportColumn::Key(key) => {
+fn cells(
+    row: &ProfileReportRow,
+    options: &ProfileReportOptions,
+    shown: &[ProfileReportColumn],
+) -> Vec<String> {
+    let cell = |column: &ProfileReportColumn| match column {
+        ProfileReportColumn::Overhead => format!("{:.2}%", row.percent),
+        ProfileReportColumn::Samples => row.samples.to_string(),
+        ProfileReportColumn::Period => row.period.to_string(),
+        ProfileReportColumn::Key(key) => {
             let at = options.sort.iter().position(|sort| sort == key);
             at.and_then(|at| row.keys.get(at)).cloned().unwrap_or_default()
         }
@@ -301,7 +309,7 @@ fn cells(row: &ReportRow, options: &ReportOptions, shown: &[ReportColumn]) -> Ve
 
 /// Formats one row of a table. The line starts with the text `lead`, and each cell is padded to the
 /// width of its column.
-fn line(lead: &str, cells: &[String], shown: &[ReportColumn], widths: &[usize]) -> String {
+fn line(lead: &str, cells: &[String], shown: &[ProfileReportColumn], widths: &[usize]) -> String {
     let mut line = lead.to_owned();
     for ((cell, column), width) in cells.iter().zip(shown).zip(widths) {
         if line.len() > lead.len() {
@@ -318,7 +326,7 @@ fn line(lead: &str, cells: &[String], shown: &[ReportColumn], widths: &[usize]) 
 }
 
 /// Formats the header of a report table.
-fn header(table: &ReportTable, lost: u64) -> String {
+fn header(table: &ProfileReportTable, lost: u64) -> String {
     let mut out = format!(
         "# Samples: {}  of event '{}'\n",
         short(table.samples),
@@ -336,7 +344,7 @@ fn header(table: &ReportTable, lost: u64) -> String {
 }
 
 /// Formats the tables of a report as text.
-pub fn render(profile: &Profile, symbols: &mut Symbolizer<'_>, options: &ReportOptions) -> String {
+pub fn render(profile: &Profile, symbols: &mut Symbolizer<'_>, options: &ProfileReportOptions) -> String {
     let shown = options.columns();
     let headings: Vec<&str> = shown.iter().map(|column| column.heading()).collect();
     let mut out = String::new();

@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 use std::rc::Rc;
 
-use super::{ChainFrame, NO_PID, Profile, SavedSymbol};
+use super::{ChainFrame, NO_PID, Profile, ProfileSymbol};
 use crate::programs::GuestSymbols;
 use kernel_images::build_id::BuildId;
 use kernel_images::symbols::KernelSymbols;
@@ -48,7 +48,7 @@ pub struct Symbolizer<'p> {
     profile: &'p Profile,
     kernel: Option<KernelSymbols>,
     mount: Option<GuestSymbols>,
-    saved: HashMap<Option<u32>, Vec<&'p SavedSymbol>>,
+    saved: HashMap<Option<u32>, Vec<&'p ProfileSymbol>>,
     objects: HashMap<String, Rc<str>>,
     cache: HashMap<(ChainFrame, u32), Rc<NamedFrame>>,
 }
@@ -56,7 +56,7 @@ pub struct Symbolizer<'p> {
 impl<'p> Symbolizer<'p> {
     /// Creates a symbolizer. `kernel` contains the kernel's symbols at run-time addresses.
     pub fn new(profile: &'p Profile, kernel: Option<KernelSymbols>, mount: Option<GuestSymbols>) -> Self {
-        let mut saved: HashMap<_, Vec<&SavedSymbol>> = HashMap::new();
+        let mut saved: HashMap<_, Vec<&ProfileSymbol>> = HashMap::new();
         for s in &profile.symbols {
             saved.entry(s.pid).or_default().push(s);
         }

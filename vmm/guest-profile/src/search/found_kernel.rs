@@ -7,13 +7,13 @@ use kernel_images::packed::PackedText;
 use serde::{Deserialize, Serialize};
 
 use crate::task::TaskLayout;
-use crate::task::areas::KernelTables;
+use crate::task::areas::KernelPageTables;
 use crate::unwind::KernelUnwinder;
 
 /// Message from the reader process that explains why it could not read a table of the kernel.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
 #[error("{0}")]
-pub struct UnreadPart(pub String);
+pub struct KernelTableReadError(pub String);
 
 /// A kernel found in guest memory. All addresses are run-time addresses.
 #[derive(Debug)]
@@ -23,9 +23,9 @@ pub struct FoundKernel {
     /// Address range of the entry code (end exclusive); empty if unknown.
     pub entry_text: (u64, u64),
     /// Layout of the kernel's task structures, or the reason why it is unknown.
-    pub tasks: Result<TaskLayout, UnreadPart>,
+    pub tasks: Result<TaskLayout, KernelTableReadError>,
     /// Page tables that the kernel uses outside processes; `None` if their address is unknown.
-    pub tables: Option<KernelTables>,
+    pub tables: Option<KernelPageTables>,
     /// Compressed symbols of the kernel in the format of `/proc/kallsyms`.
     pub symbols: PackedText,
     /// Number of symbols in `symbols`.

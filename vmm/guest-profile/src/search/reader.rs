@@ -8,11 +8,11 @@ use std::rc::Rc;
 
 use kernel_images::image::KernelImage;
 
-use super::found_kernel::UnreadPart;
+use super::found_kernel::KernelTableReadError;
 use super::wire::{self, KernelSummary, MemoryRequest, PIECE, SearchRequest};
 use crate::locate;
 use crate::task::TaskLayout;
-use crate::task::areas::KernelTables;
+use crate::task::areas::KernelPageTables;
 use crate::{GuestPhys, MappedGuestPage};
 
 /// Size of the blocks in which guest memory is requested, in bytes. A block is larger than most
@@ -40,11 +40,13 @@ pub fn serve(mut stream: impl Read + Write) -> io::Result<()> {
     let SearchRequest { regs, anchors } = serde_json::from_slice(&bytes)?;
     let memory = RemoteMemory::new(stream);
     let read = locate::read_kernel(&memory, &regs, &anchors);
-    let read = read.map_err(|e| UnreadPart(e.to_string())).and_then(|image| {
-        // The slide is 0, because the image was read at its run-time addresses.
-        let tables = KernelTables::find(&memory, &regs, &image, 0);
-        Ok((text_of(&image)?, image, tables))
-    });
+    let read = read
+        .map_err(|e| KernelTableReadError(e.to_string()))
+        .and_then(|image| {
+            // The slide is 0, because the image was read at its run-time addresses.
+            let tables = KernelPageTables::find(&memory, &regs, &image, 0);
+            Ok((text_of(&image)?, image, tables))
+        });
     let mut stream = memory.stream.into_inner();
     match read {
         Ok((text, image, tables)) => tell(&mut stream, &image, &text, tables),
@@ -53,14 +55,14 @@ pub fn serve(mut stream: impl Read + Write) -> io::Result<()> {
 }
 
 /// Formats the kernel's symbols as text in the format of `/proc/kallsyms`.
-fn text_of(image: &KernelImage) -> Result<Vec<u8>, UnreadPart> {
+fn text_of(image: &KernelImage) -> Result<Vec<u8>, KernelTableReadError> {
     let mut text = Vec::new();
     if let Some(symbols) = image.symbols() {
         // Writing to a Vec cannot fail.
         let _ = symbols.write_text(&mut text);
     }
     if text.len() > MAX_SYMBOL_BYTES {
-        return Err(UnreadPart(format!(
+        return Err(KernelTableReadError(format!(
             "its symbols take {} MiB, and at most {} are taken",
             text.len() >> 20,
             MAX_SYMBOL_BYTES >> 20
@@ -74,7 +76,7 @@ fn tell(
     stream: &mut impl Write,
     image: &KernelImage,
     text: &[u8],
-    tables: Option<KernelTables>,
+    tables: Option<KernelPageTables>,
 ) -> io::Result<()> {
     for piece in text.chunks(PIECE) {
         wire::send(stream, wire::SYMBOLS, piece)?;
@@ -94,7 +96,7 @@ fn tell(
     let summary = KernelSummary {
         orc_base: orc.map(|orc| orc.base()),
         entry_text: (entry.start, entry.end),
-        tasks: TaskLayout::new(image, 0).map_err(|e| UnreadPart(e.to_string())),
+        tasks: TaskLayout::new(image, 0).map_err(|e| KernelTableReadError(e.to_string())),
         tables,
         symbols: image.symbols().map_or(0, |symbols| symbols.len() as u64),
         release: image.release().map(str::to_owned),

@@ -8,7 +8,7 @@ use kernel_images::build_id::BuildId;
 use kernel_images::orc::{ENTRY_SIZE, OrcError, OrcTable};
 use kernel_images::packed::PackedText;
 
-use super::found_kernel::{FoundKernel, UnreadPart};
+use super::found_kernel::{FoundKernel, KernelTableReadError};
 use super::reader::{MAX_ENTRIES, MAX_SYMBOL_BYTES};
 use super::wire::{self, KernelSummary, MemoryRequest, PIECE, SearchRequest};
 use crate::locate::KernelAnchorRegisters;
@@ -26,7 +26,7 @@ const MAX_TEXT: usize = 400;
 
 /// Error returned when a kernel search fails.
 #[derive(Debug, thiserror::Error)]
-pub enum SearchError {
+pub enum KernelSearchRequestError {
     /// The reader found no kernel, or a kernel that it does not support. Contains the reader's
     /// message.
     #[error("{0}")]
@@ -49,7 +49,7 @@ pub enum SearchError {
     Orc(#[from] OrcError),
 }
 
-impl From<io::Error> for SearchError {
+impl From<io::Error> for KernelSearchRequestError {
     fn from(e: io::Error) -> Self {
         match e.kind() {
             ErrorKind::WouldBlock | ErrorKind::TimedOut => Self::Slow,
@@ -67,27 +67,28 @@ impl From<io::Error> for SearchError {
 /// received message, and when the timeout of `stream` expires.
 ///
 /// # Errors
-/// Returns a [`SearchError`] if the reader finds no kernel, fails, times out, exceeds a limit or
-/// sends an invalid message.
+/// Returns a [`KernelSearchRequestError`] if the reader finds no kernel, fails, times out, exceeds
+/// a limit or sends an invalid message.
 pub fn ask<M: GuestPhys + ?Sized>(
     stream: &mut (impl Read + Write),
     memory: &M,
     regs: &GuestRegs,
     anchors: &KernelAnchorRegisters,
     until: Instant,
-) -> Result<FoundKernel, SearchError> {
+) -> Result<FoundKernel, KernelSearchRequestError> {
     let question = SearchRequest {
         regs: *regs,
         anchors: *anchors,
     };
-    let question = serde_json::to_vec(&question).map_err(|_| SearchError::Nonsense("question"))?;
+    let question =
+        serde_json::to_vec(&question).map_err(|_| KernelSearchRequestError::Nonsense("question"))?;
     wire::send(stream, wire::ASK, &question)?;
     let mut got = ReceivedParts::default();
     let mut lender = MemoryServer::default();
     let mut bytes = Vec::new();
     loop {
         if Instant::now() >= until {
-            return Err(SearchError::Slow);
+            return Err(KernelSearchRequestError::Slow);
         }
         let (letter, length) = wire::head(stream)?;
         bytes.resize(length, 0);
@@ -95,7 +96,7 @@ pub fn ask<M: GuestPhys + ?Sized>(
         match letter {
             wire::READ => lender.lend(stream, memory, &bytes)?,
             wire::FOUND => return got.kernel(&bytes),
-            wire::FAILED => return Err(SearchError::NotFound(printable(&bytes))),
+            wire::FAILED => return Err(KernelSearchRequestError::NotFound(printable(&bytes))),
             _ => got.add(letter, &bytes)?,
         }
     }
@@ -115,17 +116,17 @@ impl MemoryServer {
         stream: &mut impl Write,
         memory: &M,
         wanted: &[u8],
-    ) -> Result<(), SearchError> {
+    ) -> Result<(), KernelSearchRequestError> {
         let MemoryRequest { gpa, bytes } =
-            MemoryRequest::from_bytes(wanted).ok_or(SearchError::Nonsense("range"))?;
+            MemoryRequest::from_bytes(wanted).ok_or(KernelSearchRequestError::Nonsense("range"))?;
         let length = bytes as usize;
         if length > PIECE {
-            return Err(SearchError::TooMuch("bytes of memory at once"));
+            return Err(KernelSearchRequestError::TooMuch("bytes of memory at once"));
         }
         self.ranges += 1;
         self.bytes += u64::from(bytes);
         if self.ranges > MAX_RANGES || self.bytes > MAX_SERVED_BYTES {
-            return Err(SearchError::TooMuch("bytes of memory"));
+            return Err(KernelSearchRequestError::TooMuch("bytes of memory"));
         }
         self.buffer.resize(length, 0);
         if memory.read(gpa, &mut self.buffer) {
@@ -146,13 +147,13 @@ struct ReceivedParts {
 }
 
 impl ReceivedParts {
-    fn add(&mut self, letter: u8, bytes: &[u8]) -> Result<(), SearchError> {
+    fn add(&mut self, letter: u8, bytes: &[u8]) -> Result<(), KernelSearchRequestError> {
         match letter {
             wire::SYMBOLS if self.symbols.len() + bytes.len() <= MAX_SYMBOL_BYTES => {
                 self.symbols.extend_from_slice(bytes);
                 Ok(())
             }
-            wire::SYMBOLS => Err(SearchError::TooMuch("symbols")),
+            wire::SYMBOLS => Err(KernelSearchRequestError::TooMuch("symbols")),
             wire::OFFSETS => {
                 let (offsets, rest) = bytes.as_chunks::<4>();
                 self.offsets
@@ -164,26 +165,26 @@ impl ReceivedParts {
                 self.entries.extend_from_slice(entries);
                 self.check_entries(rest)
             }
-            _ => Err(SearchError::Nonsense("message")),
+            _ => Err(KernelSearchRequestError::Nonsense("message")),
         }
     }
 
     /// Checks that the number of unwind table entries is within its limit, and that no incomplete
     /// entry (`rest`) is left over.
-    fn check_entries(&self, rest: &[u8]) -> Result<(), SearchError> {
+    fn check_entries(&self, rest: &[u8]) -> Result<(), KernelSearchRequestError> {
         if self.offsets.len().max(self.entries.len()) > MAX_ENTRIES {
-            return Err(SearchError::TooMuch("unwind tables"));
+            return Err(KernelSearchRequestError::TooMuch("unwind tables"));
         }
         if rest.is_empty() {
             Ok(())
         } else {
-            Err(SearchError::Nonsense("unwind tables"))
+            Err(KernelSearchRequestError::Nonsense("unwind tables"))
         }
     }
 
-    fn kernel(self, summary: &[u8]) -> Result<FoundKernel, SearchError> {
+    fn kernel(self, summary: &[u8]) -> Result<FoundKernel, KernelSearchRequestError> {
         let summary: KernelSummary =
-            serde_json::from_slice(summary).map_err(|_| SearchError::Nonsense("summary"))?;
+            serde_json::from_slice(summary).map_err(|_| KernelSearchRequestError::Nonsense("summary"))?;
         let orc = summary.orc_base.map(|base| {
             let mut parts = (self.offsets, self.entries);
             parts.0.shrink_to_fit();
@@ -195,7 +196,7 @@ impl ReceivedParts {
             entry_text: summary.entry_text,
             tasks: summary
                 .tasks
-                .map_err(|UnreadPart(why)| UnreadPart(printable(why.as_bytes()))),
+                .map_err(|KernelTableReadError(why)| KernelTableReadError(printable(why.as_bytes()))),
             tables: summary.tables,
             symbols: PackedText::new(&self.symbols),
             symbol_count: summary.symbols,

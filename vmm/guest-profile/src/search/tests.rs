@@ -26,7 +26,10 @@ fn ram() -> Vec<u8> {
 }
 
 /// Returns the result of a kernel search in `ram`. `reader` replaces the reader process.
-fn asked(ram: &[u8], reader: impl FnOnce(&mut UnixStream) + Send) -> Result<FoundKernel, SearchError> {
+fn asked(
+    ram: &[u8],
+    reader: impl FnOnce(&mut UnixStream) + Send,
+) -> Result<FoundKernel, KernelSearchRequestError> {
     asked_until(ram, Instant::now() + LATER, reader)
 }
 
@@ -34,7 +37,7 @@ fn asked_until(
     ram: &[u8],
     until: Instant,
     reader: impl FnOnce(&mut UnixStream) + Send,
-) -> Result<FoundKernel, SearchError> {
+) -> Result<FoundKernel, KernelSearchRequestError> {
     let (mut ours, mut its) = UnixStream::pair().unwrap();
     std::thread::scope(|scope| {
         scope.spawn(move || {
@@ -86,7 +89,10 @@ fn remote_memory_equals_guest_memory() {
         assert!(!page.read(4095, &mut [0; 2]) && !page.read(usize::MAX, &mut [0; 2]));
         assert!(lent.page(ram.len() as u64).is_none());
     });
-    assert!(matches!(found, Err(SearchError::Lost(_))), "{found:?}");
+    assert!(
+        matches!(found, Err(KernelSearchRequestError::Lost(_))),
+        "{found:?}"
+    );
 }
 
 /// If the guest has no kernel, the reader reports this.
@@ -214,7 +220,7 @@ fn reader_exceeding_limits_is_rejected() {
     let found = asked_until(&ram, Instant::now(), |its| {
         let _ = wire::send(its, wire::READ, &wanted(0, 1));
     });
-    assert!(matches!(found, Err(SearchError::Slow)), "{found:?}");
+    assert!(matches!(found, Err(KernelSearchRequestError::Slow)), "{found:?}");
 }
 
 /// Implausible offsets of structure members sent by the reader process are rejected. Offsets are
@@ -241,7 +247,10 @@ fn implausible_member_offsets_are_rejected() {
     assert!(taken(&layout(8, 64)).unwrap());
     for (pivot, page) in [(1 << 33, 64), (u64::MAX, 64), (8, 0)] {
         let refused = taken(&layout(pivot, page)).unwrap_err();
-        assert!(matches!(refused, SearchError::Nonsense("summary")), "{refused}");
+        assert!(
+            matches!(refused, KernelSearchRequestError::Nonsense("summary")),
+            "{refused}"
+        );
     }
 }
 

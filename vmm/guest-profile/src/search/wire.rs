@@ -5,11 +5,11 @@ use std::io::{self, ErrorKind, Read, Write};
 
 use serde::{Deserialize, Serialize};
 
-use super::found_kernel::UnreadPart;
+use super::found_kernel::KernelTableReadError;
 use crate::GuestRegs;
 use crate::locate::KernelAnchorRegisters;
 use crate::task::TaskLayout;
-use crate::task::areas::KernelTables;
+use crate::task::areas::KernelPageTables;
 
 /// Maximum payload of a message, in bytes.
 pub(super) const PIECE: usize = 1 << 20;
@@ -50,8 +50,8 @@ pub(super) struct KernelSummary {
     /// unwind tables.
     pub(super) orc_base: Option<u64>,
     pub(super) entry_text: (u64, u64),
-    pub(super) tasks: Result<TaskLayout, UnreadPart>,
-    pub(super) tables: Option<KernelTables>,
+    pub(super) tasks: Result<TaskLayout, KernelTableReadError>,
+    pub(super) tables: Option<KernelPageTables>,
     pub(super) symbols: u64,
     pub(super) release: Option<String>,
     pub(super) build_id: Option<String>,

@@ -3,7 +3,7 @@
 
 use super::{AreaLayout, MAX_AREAS, ProcessMapping, TaskLayout, TaskReader};
 use crate::paging::AddressSpace;
-use crate::{GuestPhys, GuestRegs, WalkBudget};
+use crate::{GuestMemoryReadBudget, GuestPhys, GuestRegs};
 use kernel_images::image::KernelImage;
 use serde::{Deserialize, Serialize};
 
@@ -16,12 +16,12 @@ const PAGE: u64 = 4096;
 /// Page tables that the kernel uses outside processes. They exist as long as the kernel runs,
 /// unlike the page tables of a process.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-pub struct KernelTables {
+pub struct KernelPageTables {
     root: u64,
     la57: bool,
 }
 
-impl KernelTables {
+impl KernelPageTables {
     /// Finds the page tables of the kernel `image`. The kernel runs `slide` bytes above its
     /// link-time addresses, on a vCPU with the registers `regs`. Returns `None` if the image has no
     /// symbol for the tables.
@@ -40,7 +40,11 @@ impl KernelTables {
         let space = AddressSpace::of(mem, regs).ok()?;
         let root = [space.kernel_sibling(), space]
             .into_iter()
-            .find_map(|mut space| space.translate(at, &mut WalkBudget::new(16, None)).ok())?
+            .find_map(|mut space| {
+                space
+                    .translate(at, &mut GuestMemoryReadBudget::new(16, None))
+                    .ok()
+            })?
             .gpa;
         Some(Self {
             root,
@@ -67,9 +71,9 @@ impl GuestProcess {
     pub fn find<M: GuestPhys + ?Sized>(
         layout: &TaskLayout,
         mem: &M,
-        tables: KernelTables,
+        tables: KernelPageTables,
         pid: u32,
-        budget: &mut WalkBudget,
+        budget: &mut GuestMemoryReadBudget,
     ) -> Option<Self> {
         let list = layout.list.as_ref()?;
         let mut reader = TaskReader::under(layout, mem, tables.root, tables.la57);
@@ -93,8 +97,8 @@ impl GuestProcess {
         self,
         layout: &TaskLayout,
         mem: &M,
-        tables: KernelTables,
-        budget: &mut WalkBudget,
+        tables: KernelPageTables,
+        budget: &mut GuestMemoryReadBudget,
     ) -> Option<Self> {
         let list = layout.list.as_ref()?;
         let mut reader = TaskReader::under(layout, mem, tables.root, tables.la57);
@@ -109,7 +113,7 @@ impl GuestProcess {
         &self,
         layout: &'l TaskLayout,
         mem: &'m M,
-        tables: KernelTables,
+        tables: KernelPageTables,
     ) -> TaskReader<'l, 'm, M> {
         TaskReader::under(layout, mem, self.root, tables.la57)
     }
@@ -133,7 +137,13 @@ impl<'l, 'm, M: GuestPhys + ?Sized> TaskReader<'l, 'm, M> {
         }
     }
 
-    fn process(&mut self, pgd: u64, task: u64, pid: u32, budget: &mut WalkBudget) -> Option<GuestProcess> {
+    fn process(
+        &mut self,
+        pgd: u64,
+        task: u64,
+        pid: u32,
+        budget: &mut GuestMemoryReadBudget,
+    ) -> Option<GuestProcess> {
         let mm = self.kernel_u64(task.wrapping_add(self.layout.mm), budget)?;
         let tables = self.kernel_u64(mm.wrapping_add(pgd), budget)?;
         if !self.space.is_kernel_half(tables) {
@@ -150,8 +160,8 @@ impl<'l, 'm, M: GuestPhys + ?Sized> TaskReader<'l, 'm, M> {
     pub fn code(
         &mut self,
         mm: u64,
-        budget: &mut WalkBudget,
-        mut each: impl FnMut(&mut Self, ExecutableMapping, &mut WalkBudget) -> bool,
+        budget: &mut GuestMemoryReadBudget,
+        mut each: impl FnMut(&mut Self, ExecutableMapping, &mut GuestMemoryReadBudget) -> bool,
     ) -> bool {
         let mut at = 0;
         for _ in 0..2 * MAX_AREAS {
@@ -181,7 +191,7 @@ impl<'l, 'm, M: GuestPhys + ?Sized> TaskReader<'l, 'm, M> {
         &mut self,
         mm: u64,
         address: u64,
-        budget: &mut WalkBudget,
+        budget: &mut GuestMemoryReadBudget,
     ) -> Option<(Option<ProcessMapping>, u64)> {
         let maps = self.layout.maps.as_ref()?;
         match maps.areas {
@@ -224,7 +234,7 @@ impl<'l, 'm, M: GuestPhys + ?Sized> TaskReader<'l, 'm, M> {
         mm: u64,
         address: u64,
         bytes: &mut [u8],
-        budget: &mut WalkBudget,
+        budget: &mut GuestMemoryReadBudget,
         mut missing: impl FnMut(usize, usize),
     ) {
         let mut mapping: Option<ProcessMapping> = None;
@@ -255,7 +265,7 @@ impl<'l, 'm, M: GuestPhys + ?Sized> TaskReader<'l, 'm, M> {
         at: u64,
         mapping: &mut Option<ProcessMapping>,
         part: &mut [u8],
-        budget: &mut WalkBudget,
+        budget: &mut GuestMemoryReadBudget,
     ) -> bool {
         if !self.space.is_user_half(at) {
             return false;
@@ -272,7 +282,12 @@ impl<'l, 'm, M: GuestPhys + ?Sized> TaskReader<'l, 'm, M> {
             .is_some_and(|page| self.space.phys().read(page + at % PAGE, part))
     }
 
-    fn cached_page(&mut self, mapping: &ProcessMapping, at: u64, budget: &mut WalkBudget) -> Option<u64> {
+    fn cached_page(
+        &mut self,
+        mapping: &ProcessMapping,
+        at: u64,
+        budget: &mut GuestMemoryReadBudget,
+    ) -> Option<u64> {
         let cache = self.layout.maps.as_ref()?.cache.as_ref()?;
         let offset = (at - mapping.start).checked_add(mapping.file_offset)?;
         cache.page(mapping.file, offset / PAGE, &mut |at| self.kernel_u64(at, budget))

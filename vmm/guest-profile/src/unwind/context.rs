@@ -4,7 +4,7 @@
 use super::CallChain;
 use super::parts::OtherRegs;
 use crate::paging::AddressSpace;
-use crate::{GuestPhys, GuestRegs, WalkBudget};
+use crate::{GuestMemoryReadBudget, GuestPhys, GuestRegs};
 
 /// Number of user registers in a sample. Their order is that of `enum perf_event_x86_regs`,
 /// restricted to the mask that `perf record --call-graph dwarf` requests: ax, bx, cx, dx, si, di,
@@ -58,7 +58,7 @@ impl SampledUserRegs {
                 let readable = space.is_kernel_half(at);
                 if readable
                     && space
-                        .read(at, &mut bytes, &mut WalkBudget::new(READS, None))
+                        .read(at, &mut bytes, &mut GuestMemoryReadBudget::new(READS, None))
                         .is_ok()
                 {
                     let (words, _) = bytes.as_chunks::<8>();
@@ -88,7 +88,7 @@ impl SampledUserRegs {
         let Ok(mut space) = AddressSpace::of(mem, regs) else {
             return 0;
         };
-        let mut budget = WalkBudget::new(READS, None);
+        let mut budget = GuestMemoryReadBudget::new(READS, None);
         let sp = self.registers[SP];
         let mut done = 0;
         while done < out.len() {

@@ -17,7 +17,7 @@
 
 use super::parts::{KernelUnwinder, OtherRegs, RFLAGS_IF, UserRegs, plausible_user};
 use crate::paging::AddressSpace;
-use crate::{GuestPhys, GuestRegs, WalkBudget};
+use crate::{GuestMemoryReadBudget, GuestPhys, GuestRegs};
 use kernel_images::orc::OrcFrameKind;
 
 /// Offsets of two TSS fields (SDM vol. 3 §8.7): the field with the end of the entry stack, and the
@@ -64,7 +64,7 @@ pub(super) fn without_regs(kernel: &KernelUnwinder<'_>, regs: &GuestRegs) -> boo
 pub(super) fn user_regs<M: GuestPhys + ?Sized>(
     space: &mut AddressSpace<'_, M>,
     regs: &GuestRegs,
-    budget: &mut WalkBudget,
+    budget: &mut GuestMemoryReadBudget,
 ) -> Option<EntryUserRegs> {
     if space.is_user_half(regs.rsp) {
         return regs_saved_by_syscall(space, regs, regs.rsp);
@@ -92,7 +92,7 @@ pub(super) fn user_regs<M: GuestPhys + ?Sized>(
 fn word<M: GuestPhys + ?Sized>(
     space: &mut AddressSpace<'_, M>,
     at: u64,
-    budget: &mut WalkBudget,
+    budget: &mut GuestMemoryReadBudget,
 ) -> Option<u64> {
     if !space.is_kernel_half(at) {
         return None;
@@ -105,7 +105,7 @@ fn frame<M: GuestPhys + ?Sized>(
     space: &mut AddressSpace<'_, M>,
     regs: &GuestRegs,
     at: u64,
-    budget: &mut WalkBudget,
+    budget: &mut GuestMemoryReadBudget,
 ) -> Option<EntryUserRegs> {
     let mut words = [0; 5];
     for (i, to) in (0u64..).zip(&mut words) {

@@ -3,14 +3,14 @@
 
 use super::parts::{ChainBuffer, UnwindStop, UserRegs, end_of};
 use crate::paging::AddressSpace;
-use crate::{GuestPhys, WalkBudget};
+use crate::{GuestMemoryReadBudget, GuestPhys};
 
 /// Appends the user frames to the chain, innermost first. `user` are the registers of the innermost
 /// frame. Sets `guessed` if a frame is guessed. Returns the reason why unwinding ended.
 pub(super) fn walk_user<M: GuestPhys + ?Sized>(
     space: &mut AddressSpace<'_, M>,
     user: UserRegs,
-    budget: &mut WalkBudget,
+    budget: &mut GuestMemoryReadBudget,
     out: &mut ChainBuffer<'_>,
     guessed: &mut bool,
 ) -> UnwindStop {
@@ -18,7 +18,7 @@ pub(super) fn walk_user<M: GuestPhys + ?Sized>(
         return end;
     }
     let width = if user.wide { 8 } else { 4 };
-    let read = |space: &mut AddressSpace<'_, M>, at: u64, budget: &mut WalkBudget| {
+    let read = |space: &mut AddressSpace<'_, M>, at: u64, budget: &mut GuestMemoryReadBudget| {
         if !space.is_user_half(at) {
             return Err(UnwindStop::BadFrame);
         }
@@ -121,7 +121,7 @@ enum Evidence {
 fn fix_first_frame<M: GuestPhys + ?Sized>(
     space: &mut AddressSpace<'_, M>,
     user: &UserRegs,
-    budget: &mut WalkBudget,
+    budget: &mut GuestMemoryReadBudget,
 ) -> FrameFix {
     if !space.is_user_half(user.ip) {
         return FrameFix::None;
@@ -161,7 +161,7 @@ fn called_leaf<M: GuestPhys + ?Sized>(
     space: &mut AddressSpace<'_, M>,
     ret: u64,
     ip: u64,
-    budget: &mut WalkBudget,
+    budget: &mut GuestMemoryReadBudget,
 ) -> bool {
     let Some(at) = ret.checked_sub(5) else {
         return false;
@@ -182,7 +182,7 @@ fn called_leaf<M: GuestPhys + ?Sized>(
 fn follows_call<M: GuestPhys + ?Sized>(
     space: &mut AddressSpace<'_, M>,
     ip: u64,
-    budget: &mut WalkBudget,
+    budget: &mut GuestMemoryReadBudget,
 ) -> bool {
     let Some(at) = ip.checked_sub(7) else { return false };
     let Ok(c) = space.read_few::<7>(at, budget) else {

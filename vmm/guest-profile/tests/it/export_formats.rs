@@ -5,8 +5,8 @@ use std::io::{Cursor, Read, Seek, Write};
 
 use guest_profile::export::symbolize::{Symbolizer, complete_chains};
 use guest_profile::export::{
-    EventInfo, EventRate, FileMapping, NO_PID, Profile, ProfileMetadata, ProfileSample, SavedSymbol,
-    TaskName, folded, perfdata, pprof, reader, script,
+    EventSamplingRate, FileMapping, NO_PID, Profile, ProfileMetadata, ProfileSample, ProfileSymbol,
+    SampledEventInfo, TaskName, folded, perfdata, pprof, reader, script,
 };
 use guest_profile::unwind::{CONTEXT_GUEST_KERNEL, CONTEXT_GUEST_USER, UnwindStop, UnwindStopReasons};
 use kernel_images::symbols::KernelSymbols;
@@ -22,11 +22,11 @@ pub(super) fn kernel() -> KernelSymbols {
 }
 
 pub(super) fn profile() -> Profile {
-    let event = EventInfo {
+    let event = SampledEventInfo {
         name: "cycles".into(),
         type_: 0,
         config: 0,
-        rate: EventRate::FrequencyHz(1000),
+        rate: EventSamplingRate::FrequencyHz(1000),
         branch_filter: 0,
         has_chains: true,
         id: 3,
@@ -53,7 +53,7 @@ pub(super) fn profile() -> Profile {
         path: "/bin/three".into(),
         build_id: None,
     }];
-    let symbol = |start, name: &str| SavedSymbol {
+    let symbol = |start, name: &str| ProfileSymbol {
         start,
         end: start + 0x100,
         name: name.into(),

@@ -5,11 +5,12 @@ use std::process::Command;
 
 use guest_profile::export::build_id_dir::BuildIdDir;
 use guest_profile::export::perfdata::PerfDataWriter;
-use guest_profile::export::report::{self, ReportOptions, SortKey};
+use guest_profile::export::report::{self, ProfileReportOptions, SortKey};
 use guest_profile::export::symbolize::Symbolizer;
 use guest_profile::export::{
-    ClockCorrelation, EventInfo, EventRate, FileMapping, KernelMap, Profile, ProfileMetadata,
-    ProfilePerspective, ProfileSample, SampledBranch, SavedSymbol, TaskName, perfdata, reader, script,
+    ClockCorrelation, EventSamplingRate, FileMapping, KernelTextMap, Profile, ProfileMetadata,
+    ProfilePerspective, ProfileSample, ProfileSymbol, SampledBranch, SampledEventInfo, TaskName, perfdata,
+    reader, script,
 };
 use guest_profile::unwind::{CONTEXT_GUEST_KERNEL, CONTEXT_GUEST_USER, UnwindStop, UnwindStopReasons};
 use kernel_images::build_id::BuildId;
@@ -51,17 +52,17 @@ fn profile() -> Profile {
                 clock_ns: 10_000_000_000,
             }),
         },
-        vec![EventInfo {
+        vec![SampledEventInfo {
             name: "cycles".into(),
             type_: 0,
             config: 0,
-            rate: EventRate::Period(1000),
+            rate: EventSamplingRate::Period(1000),
             branch_filter: 0,
             has_chains: true,
             id: 7,
         }],
     );
-    p.kernel = Some(KernelMap {
+    p.kernel = Some(KernelTextMap {
         start: KERNEL,
         len: 0x100_0000,
         reference_symbol: "_stext".into(),
@@ -84,7 +85,7 @@ fn profile() -> Profile {
         build_id: BuildId::new(&[0xab; 20]),
     }];
     p.symbols = [(0x100, "hot"), (0x200, "warm"), (0x300, "main")]
-        .map(|(offset, name)| SavedSymbol {
+        .map(|(offset, name)| ProfileSymbol {
             start: PROGRAM + offset,
             end: PROGRAM + offset + 0x100,
             name: name.into(),
@@ -203,9 +204,9 @@ fn perf_data_names_lose_control_characters() {
     p.symbols[0].name = "h\x1b]0;x\x07ot".into();
     let read = reader::read(&bytes(&p)).unwrap();
     let mut symbols = Symbolizer::new(&read, None, None);
-    let options = ReportOptions {
+    let options = ProfileReportOptions {
         sort: vec![SortKey::Comm, SortKey::Object, SortKey::Symbol],
-        ..ReportOptions::default()
+        ..ProfileReportOptions::default()
     };
     let mut text = report::render(&read, &mut symbols, &options).into_bytes();
     script::write(&read, &mut symbols, &mut text).unwrap();
@@ -395,7 +396,7 @@ fn our_report_has_the_shares_and_sorts_as_asked() {
     let p = reader::read(&bytes(&profile())).unwrap();
     let kernel = KernelSymbols::parse_text(KALLSYMS.as_bytes()).unwrap();
     let mut symbols = Symbolizer::new(&p, Some(kernel), None);
-    let options = ReportOptions {
+    let options = ProfileReportOptions {
         sort: vec![SortKey::Symbol],
         ..Default::default()
     };
@@ -414,7 +415,7 @@ fn our_report_has_the_shares_and_sorts_as_asked() {
         ]
     );
     let by = |sort| {
-        let options = ReportOptions {
+        let options = ProfileReportOptions {
             sort: vec![sort],
             ..Default::default()
         };

@@ -3,9 +3,9 @@
 
 use std::collections::BTreeMap;
 
-use guest_profile::export::call_tree::{CallGraphOptions, CallOrder};
+use guest_profile::export::call_tree::{CallGraphOptions, CallGraphOrder};
 use guest_profile::export::filter::SampleFilter;
-use guest_profile::export::report::{self, ReportColumn, ReportOptions, SortKey};
+use guest_profile::export::report::{self, ProfileReportColumn, ProfileReportOptions, SortKey};
 use guest_profile::export::script::{self, ScriptField, ScriptFields, ScriptFormat, ScriptOptions};
 use guest_profile::export::symbolize::Symbolizer;
 use guest_profile::export::{Profile, ProfileSample, firefox, folded, speedscope};
@@ -13,7 +13,7 @@ use serde_json::Value;
 
 use super::export_formats::{kernel, profile, sample};
 
-fn report(profile: &Profile, options: &ReportOptions) -> String {
+fn report(profile: &Profile, options: &ProfileReportOptions) -> String {
     let mut symbols = Symbolizer::new(profile, Some(kernel()), None);
     report::render(profile, &mut symbols, options)
 }
@@ -38,14 +38,14 @@ fn rows(text: &str) -> Vec<&str> {
 
 #[test]
 fn report_prints_selected_columns_in_order() {
-    let options = ReportOptions {
+    let options = ProfileReportOptions {
         sort: vec![SortKey::Symbol],
         columns: Some(vec![
-            ReportColumn::Key(SortKey::Symbol),
-            ReportColumn::Period,
-            ReportColumn::Overhead,
+            ProfileReportColumn::Key(SortKey::Symbol),
+            ProfileReportColumn::Period,
+            ProfileReportColumn::Overhead,
         ]),
-        ..ReportOptions::default()
+        ..ProfileReportOptions::default()
     };
     let text = report(&profile(), &options);
     let row = rows(&text)[0].split_whitespace().collect::<Vec<_>>();
@@ -57,10 +57,10 @@ fn report_prints_selected_columns_in_order() {
 #[test]
 fn report_filter_keeps_shares_of_all_samples() {
     let with = |filter| {
-        let options = ReportOptions {
+        let options = ProfileReportOptions {
             sort: vec![SortKey::Symbol],
             filter,
-            ..ReportOptions::default()
+            ..ProfileReportOptions::default()
         };
         report(&profile(), &options)
     };
@@ -97,12 +97,12 @@ fn report_filter_keeps_shares_of_all_samples() {
 fn report_tells_different_weights() {
     const NOTE: &str = "different weights";
     let mut profile = profile();
-    assert!(!report(&profile, &ReportOptions::default()).contains(NOTE));
+    assert!(!report(&profile, &ProfileReportOptions::default()).contains(NOTE));
     profile.push(&ProfileSample {
         period: 11,
         ..sample()
     });
-    assert!(report(&profile, &ReportOptions::default()).contains(NOTE));
+    assert!(report(&profile, &ProfileReportOptions::default()).contains(NOTE));
 }
 
 /// A report prints the callers of a function below its row, and the shares of the callers refer to
@@ -110,20 +110,20 @@ fn report_tells_different_weights() {
 #[test]
 fn report_prints_call_graph_in_both_directions() {
     let graph = |order, sort| {
-        let options = ReportOptions {
+        let options = ProfileReportOptions {
             sort: vec![sort],
             call_graph: Some(CallGraphOptions {
                 order,
                 ..CallGraphOptions::default()
             }),
-            ..ReportOptions::default()
+            ..ProfileReportOptions::default()
         };
         report(&profile(), &options)
     };
-    let callee = graph(CallOrder::Callee, SortKey::Symbol);
+    let callee = graph(CallGraphOrder::Callee, SortKey::Symbol);
     let of_hot = "[u] hot\n            |\n            ---hot\n               main\n\n";
     assert!(callee.contains(of_hot), "{callee}");
-    let caller = graph(CallOrder::Caller, SortKey::Comm);
+    let caller = graph(CallGraphOrder::Caller, SortKey::Comm);
     let branches = "            ---main
                |
                |--50.00%--hot
@@ -148,10 +148,10 @@ fn call_graph_depth_is_bounded() {
             ..sample()
         });
     }
-    let options = ReportOptions {
+    let options = ProfileReportOptions {
         sort: vec![SortKey::Comm],
         call_graph: Some(CallGraphOptions::default()),
-        ..ReportOptions::default()
+        ..ProfileReportOptions::default()
     };
     assert!(report(&long, &options).len() < 1 << 20);
 }

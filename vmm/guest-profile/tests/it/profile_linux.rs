@@ -13,7 +13,7 @@ use guest_profile::task::{TaskLayout, TaskReader};
 use guest_profile::unwind::{
     CONTEXT_GUEST_KERNEL, CONTEXT_GUEST_USER, CallChain, KernelUnwinder, UnwindLimits, UnwindStop, walk,
 };
-use guest_profile::{GuestPhys, GuestRegs, MappedGuestPage, WalkBudget};
+use guest_profile::{GuestMemoryReadBudget, GuestPhys, GuestRegs, MappedGuestPage};
 use kernel_images::image::KernelImage;
 use kernel_images::symbols::KernelSymbols;
 use test_support::skip;
@@ -281,7 +281,7 @@ fn task_mappings_match_proc_maps() {
         let Some(g) = guest(which) else { return };
         let layout = TaskLayout::new(&g.image, g.slide).unwrap();
         let mut reader = TaskReader::new(&layout, &g.mem, &g.regs).unwrap();
-        let mut budget = WalkBudget::new(4096, None);
+        let mut budget = GuestMemoryReadBudget::new(4096, None);
         let base = g.regs.kernel_per_cpu_base().unwrap();
         let task = reader.current(base, &mut budget).unwrap();
         let pid: u32 = g
@@ -308,7 +308,11 @@ fn task_mappings_match_proc_maps() {
                 continue; // these mappings grow
             }
             let m = reader
-                .mapping(task.mm, hex(start) + 0x123, &mut WalkBudget::new(512, None))
+                .mapping(
+                    task.mm,
+                    hex(start) + 0x123,
+                    &mut GuestMemoryReadBudget::new(512, None),
+                )
                 .expect(line);
             // The kernel may have merged or split anonymous mappings since the fixture was created,
             // but not file mappings.
@@ -321,7 +325,7 @@ fn task_mappings_match_proc_maps() {
                 assert_eq!(m.executable, f[1].contains('x'));
                 let mut buf = [0; 256];
                 assert_eq!(
-                    reader.file_path(m.file, &mut buf, &mut WalkBudget::new(512, None)),
+                    reader.file_path(m.file, &mut buf, &mut GuestMemoryReadBudget::new(512, None)),
                     Some(*path)
                 );
                 seen += 1;
@@ -337,7 +341,7 @@ fn task_mappings_match_proc_maps() {
             .find(|l| l.contains("r-xp") && l.ends_with("/three"));
         let start = code.unwrap().trim().trim_start_matches("FIXTURE map ");
         let start = u64::from_str_radix(start.split('-').next().unwrap(), 16).unwrap();
-        let mut budget = WalkBudget::new(1500, None);
+        let mut budget = GuestMemoryReadBudget::new(1500, None);
         let code = reader.mapping(task.mm, start, &mut budget).unwrap();
         assert_eq!(reader.build_id(task.mm, &code, &mut budget), Some(of_file));
         assert_eq!(reader.mapping(task.mm, 0x1000, &mut budget), None);
@@ -352,7 +356,7 @@ fn guest_mount_names_functions_and_lines() {
     std::fs::copy(g.dir.join("three"), root.path().join("usr/bin/three")).unwrap();
     let layout = TaskLayout::new(&g.image, g.slide).unwrap();
     let mut reader = TaskReader::new(&layout, &g.mem, &g.regs).unwrap();
-    let mut budget = WalkBudget::new(4096, None);
+    let mut budget = GuestMemoryReadBudget::new(4096, None);
     let task = reader
         .current(g.regs.kernel_per_cpu_base().unwrap(), &mut budget)
         .unwrap();

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use smoltcp::iface::{SocketHandle, SocketSet};
 use smoltcp::socket::tcp::{Socket, SocketBuffer};
 
-use crate::http::{self, MAX_REQUEST, ParsedRequest};
+use crate::http::{self, MAX_REQUEST, MetadataParseOutcome};
 use crate::service::MetadataService;
 
 /// TCP port of the metadata service.
@@ -132,17 +132,17 @@ impl Connection {
         }
         self.incomplete = 0;
         match http::parse(&self.request) {
-            ParsedRequest::Incomplete => {
+            MetadataParseOutcome::Incomplete => {
                 self.incomplete = self.request.len();
                 false
             }
-            ParsedRequest::Complete(request, taken) => {
+            MetadataParseOutcome::Complete(request, taken) => {
                 self.request.drain(..taken);
                 self.closes = !request.keep_alive;
                 self.response = service.answer(&request, now).encode(request.keep_alive);
                 true
             }
-            ParsedRequest::Rejected(response) => {
+            MetadataParseOutcome::Rejected(response) => {
                 self.request.clear();
                 self.closes = true;
                 self.response = response.encode(false);

@@ -8,7 +8,7 @@ use clap::{Args, ValueEnum};
 use super::files::{RecordingFileArgs, RecordingFileError, with_profile, write_to};
 use crate::exit::ExitStatus;
 use guest_profile::export::symbolize::complete_chains;
-use guest_profile::export::{EventInfo, Profile, firefox, speedscope};
+use guest_profile::export::{Profile, SampledEventInfo, firefox, speedscope};
 
 /// File format of a viewer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
@@ -88,7 +88,7 @@ pub fn convert(args: &ConvertArgs) -> Result<ExitStatus, ConvertError> {
 }
 
 /// Returns the event of `profile` with the given name or, without a name, the first event.
-fn chosen_event<'p>(profile: &'p Profile, name: Option<&str>) -> Result<&'p EventInfo, ConvertError> {
+fn chosen_event<'p>(profile: &'p Profile, name: Option<&str>) -> Result<&'p SampledEventInfo, ConvertError> {
     let mut events = profile.events.iter();
     let found = events.find(|event| name.is_none_or(|name| event.name == name));
     found.ok_or_else(|| {

@@ -1,19 +1,19 @@
 //! Determines which of perf's generic events this host can count for a VM.
 
-use control_api::events::list::{EventKind, parse};
+use control_api::events::list::{PerfEventKind, parse};
 use control_api::events::names::HardwareEvent;
-use perf_core::pmu::host::{self, HostProbe};
+use perf_core::pmu::host::{self, HostPerfCapabilities};
 
 /// Text printed after the name of an event that this host cannot count.
 const NOT_HERE: &str = " (not on this host)";
 
 /// The generic events that this host can count for a VM.
-pub(super) struct CountableEvents(HostProbe);
+pub(super) struct CountableEvents(HostPerfCapabilities);
 
 impl CountableEvents {
     /// Determines which events this host can count. Takes a few milliseconds.
     pub(super) fn of_host() -> Self {
-        Self(HostProbe::run())
+        Self(HostPerfCapabilities::run())
     }
 
     /// Returns the note to print after `event` in a list: empty if this host can count the event.
@@ -31,14 +31,14 @@ impl CountableEvents {
             return true;
         };
         match kind {
-            EventKind::Hardware(event) => {
+            PerfEventKind::Hardware(event) => {
                 // On a host without a PMU, the clock backing estimates cycles.
                 let cycles = matches!(event, HardwareEvent::Cycles | HardwareEvent::RefCycles);
                 let mut generic = self.0.generic.iter();
                 (cycles && self.0.software_clock)
                     || generic.any(|known| known.config == event as u64 && known.opens)
             }
-            EventKind::Cache(config) => host::cache_event_opens(config),
+            PerfEventKind::Cache(config) => host::cache_event_opens(config),
             // Software, KVM and paravirtual events do not need the host's PMU.
             _ => true,
         }
@@ -63,10 +63,10 @@ mod tests {
             config,
             opens,
         };
-        let host = CountableEvents(HostProbe {
+        let host = CountableEvents(HostPerfCapabilities {
             software_clock: true,
             generic: vec![generic("instructions", 1, true), generic("branches", 4, false)],
-            ..HostProbe::run()
+            ..HostPerfCapabilities::run()
         });
         for (event, mark) in [
             ("cycles OR cpu-cycles", ""),

@@ -7,14 +7,14 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use clap::Args;
 use control_api::socket_dir;
-use guest_agent::entry::{EntryType, FileTreeEntry};
-use guest_agent::receive::{FileTreeCopyProgress, FileTreeReceiver, ReceiveError};
+use guest_agent::entry::{FileTreeEntry, FileTreeEntryType};
+use guest_agent::receive::{FileTreeCopyProgress, FileTreeReceiveError, FileTreeReceiver};
 use guest_agent::request::AgentOperation;
-use guest_agent::send::{SendError, send_stream, send_tree};
+use guest_agent::send::{FileTreeSendError, send_stream, send_tree};
 use guest_agent::wire::{Frame, FrameKind, write_frame};
 
 use super::guest::{AgentAddress, GuestAgentError};
-use super::{DONE, OutputError, say, written};
+use super::{CommandOutputError, DONE, say, written};
 use crate::exit::ExitStatus;
 use crate::values::parse_seconds;
 
@@ -54,11 +54,11 @@ pub enum CopyFilesError {
     #[error("{}: no file name; name the copy", .0.display())]
     NoName(PathBuf),
     #[error(transparent)]
-    Send(#[from] SendError),
+    Send(#[from] FileTreeSendError),
     #[error(transparent)]
-    Receive(#[from] ReceiveError),
+    Receive(#[from] FileTreeReceiveError),
     #[error(transparent)]
-    Output(#[from] OutputError),
+    Output(#[from] CommandOutputError),
     #[error("{0}: cannot write a directory to standard output")]
     NoFile(String),
 }
@@ -153,7 +153,7 @@ fn put(way: &AgentAddress, source: &Path, target: &str) -> Result<ExitStatus, Co
         String::new()
     } else {
         // If the source is `..` or `.`, take the name of the directory from its real path.
-        let full = source.canonicalize().map_err(|error| SendError::Source {
+        let full = source.canonicalize().map_err(|error| FileTreeSendError::Source {
             path: source.to_owned(),
             source: error,
         })?;
@@ -190,7 +190,7 @@ fn put(way: &AgentAddress, source: &Path, target: &str) -> Result<ExitStatus, Co
     match sent {
         // If the connection broke, the agent has aborted the copy. Its next frame contains the
         // reason.
-        Ok(()) | Err(SendError::Connection(_)) => {}
+        Ok(()) | Err(FileTreeSendError::Connection(_)) => {}
         Err(error) => return Err(error.into()),
     }
     match way.next(&mut &stream)? {
@@ -248,10 +248,10 @@ fn close(stream: &UnixStream) {
 fn print_file(frame: &Frame, source: &str) -> Result<FileTreeCopyProgress, CopyFilesError> {
     match frame.kind {
         FrameKind::TreeEntry => match FileTreeEntry::from_bytes(&frame.payload)
-            .map_err(ReceiveError::from)?
+            .map_err(FileTreeReceiveError::from)?
             .what
         {
-            EntryType::File => Ok(FileTreeCopyProgress::More),
+            FileTreeEntryType::File => Ok(FileTreeCopyProgress::More),
             _ => Err(CopyFilesError::NoFile(source.to_owned())),
         },
         FrameKind::Data => {
@@ -264,7 +264,7 @@ fn print_file(frame: &Frame, source: &str) -> Result<FileTreeCopyProgress, CopyF
             written(io::stdout().flush())?;
             Ok(FileTreeCopyProgress::Done)
         }
-        _ => Err(ReceiveError::Order.into()),
+        _ => Err(FileTreeReceiveError::Order.into()),
     }
 }
 

@@ -11,7 +11,7 @@ use super::limits::limits_text;
 use super::migrate::{self, MigrateError, MigrateOptions};
 use super::ps::vcpu_count_text;
 use super::snapshot::{self, SnapshotCommandError};
-use super::{DONE, OperatorCommandError, OutputError, connect, print};
+use super::{CommandOutputError, DONE, OperatorCommandError, connect, print};
 use crate::exit::ExitStatus;
 use crate::input;
 use crate::values::{integer_in_range, parse_downtime, parse_seconds};
@@ -23,7 +23,7 @@ use control_api::request;
 use diagnostics::vcpu_names;
 use perf_core::{SharePolicy, UnknownSharePolicy};
 use virtio_devices::balloon::config::parse_size_mib;
-use vpmu::filter::FilterError;
+use vpmu::filter::EventFilterFileError;
 
 /// Timeout for vCPUs to stop running the guest and for a VM to terminate.
 const TIMEOUT: Duration = Duration::from_secs(10);
@@ -120,8 +120,8 @@ pub enum CtlAction {
         /// rounds.
         #[arg(long)]
         stream: bool,
-        /// With --stream, pause the VM when a round takes at most this time, in milliseconds [default:
-        /// 300]
+        /// With --stream, pause the VM when a round takes at most this time, in milliseconds
+        /// [default: 300]
         #[arg(long, value_name = "MS", value_parser = parse_downtime)]
         downtime: Option<Duration>,
         /// With --stream, pause the VM after 30 rounds even if the last one took longer.
@@ -157,7 +157,7 @@ pub enum CtlError {
     Filter {
         path: PathBuf,
         #[source]
-        source: FilterError,
+        source: EventFilterFileError,
     },
     #[error("the VM is {0} again: another client controls it too")]
     NotPaused(VmState),
@@ -193,8 +193,8 @@ impl From<ClientError> for CtlError {
     }
 }
 
-impl From<OutputError> for CtlError {
-    fn from(error: OutputError) -> Self {
+impl From<CommandOutputError> for CtlError {
+    fn from(error: CommandOutputError) -> Self {
         Self::Command(error.into())
     }
 }
@@ -309,7 +309,7 @@ fn share_call(policy: &str) -> Result<(Call, &'static str), CtlError> {
 }
 
 fn print_json(value: &impl serde::Serialize) -> Result<ExitStatus, CtlError> {
-    let text = serde_json::to_string(value).map_err(OutputError::from)?;
+    let text = serde_json::to_string(value).map_err(CommandOutputError::from)?;
     print(&(text + "\n"))?;
     Ok(DONE)
 }
@@ -425,7 +425,7 @@ fn balloon(client: &mut Client, size_mib: Option<u32>, json: bool) -> Result<(),
         }
     };
     if json {
-        let text = serde_json::to_string(&balloon).map_err(OutputError::from)?;
+        let text = serde_json::to_string(&balloon).map_err(CommandOutputError::from)?;
         print(&(text + "\n"))?;
     } else {
         print(&format!("{}: {}\n", client.info().name, balloon_text(&balloon)))?;

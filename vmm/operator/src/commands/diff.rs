@@ -9,7 +9,7 @@ use super::{DONE, print};
 use crate::exit::ExitStatus;
 use crate::values::{SortKeys, parse_percent, parse_sort};
 use guest_profile::export::diff::{diffs, render};
-use guest_profile::export::report::ReportOptions;
+use guest_profile::export::report::ProfileReportOptions;
 
 /// `perfvisor diff`.
 #[derive(Clone, Debug, Args)]
@@ -52,10 +52,10 @@ pub fn diff(args: &DiffArgs) -> Result<ExitStatus, RecordingFileError> {
     };
     let mut old_symbols = symbolizer(&old, &args.symbols)?;
     let mut new_symbols = symbolizer(&new, &args.symbols)?;
-    let options = ReportOptions {
+    let options = ProfileReportOptions {
         sort: args.sort.0.clone(),
         min_percent: args.percent_limit,
-        ..ReportOptions::default()
+        ..ProfileReportOptions::default()
     };
     let (diffs, alone) = diffs((&old, &mut old_symbols), (&new, &mut new_symbols), &options);
     print(&render(&diffs, &options.sort))?;

@@ -16,7 +16,7 @@ use guest_agent::request::{AgentOperation, CommandExit, ExecRequest, Terminal};
 use guest_agent::wire::{FrameKind, INPUT_WINDOW, write_frame};
 use perf_core::error_line;
 use ratatui::crossterm::terminal;
-use virtio_devices::console::escape::{EscapeParser, KeyAction};
+use virtio_devices::console::escape::{ConsoleEscapeParser, ConsoleKeyAction};
 
 use super::guest::{AgentAddress, GuestAgentError};
 use super::{NAP, OperatorCommandError, say};
@@ -298,7 +298,7 @@ const KEYS: &str = "\r\nCtrl-A x       leave the command, which gets SIGHUP\r\n\
 /// shuts down, if standard input is a terminal in raw mode.
 fn forward_input(out: &SharedOutput, window: &FlowControlWindow, escape: Option<&ConnectionShutdown>) {
     let mut buffer = vec![0; MAX_INPUT_FRAME];
-    let mut keys = EscapeParser::default();
+    let mut keys = ConsoleEscapeParser::default();
     loop {
         let count = match io::stdin().read(&mut buffer) {
             Ok(count) => count,
@@ -310,11 +310,11 @@ fn forward_input(out: &SharedOutput, window: &FlowControlWindow, escape: Option<
             let mut typed = Vec::with_capacity(count);
             for &byte in &buffer[..count] {
                 match keys.feed(byte) {
-                    KeyAction::Guest(byte) => typed.push(byte),
+                    ConsoleKeyAction::Guest(byte) => typed.push(byte),
                     // Ignore the error. If standard error is closed, the help is lost.
-                    KeyAction::Help => drop(io::stderr().write_all(KEYS.as_bytes())),
-                    KeyAction::Nothing => {}
-                    KeyAction::Quit => return exit.take(LEFT),
+                    ConsoleKeyAction::Help => drop(io::stderr().write_all(KEYS.as_bytes())),
+                    ConsoleKeyAction::Nothing => {}
+                    ConsoleKeyAction::Quit => return exit.take(LEFT),
                 }
             }
             if typed.is_empty() && count > 0 {

@@ -7,14 +7,14 @@ use std::path::{Path, PathBuf};
 
 use clap::Args;
 
-use super::output::{DONE, OutputError, say, written};
+use super::output::{CommandOutputError, DONE, say, written};
 use crate::exit::ExitStatus;
 use crate::input;
 use crate::values::{ProfileLabels, parse_labels, parse_percent};
-use guest_profile::disk::{DiskBytes, DiskError, GuestDisk};
+use guest_profile::disk::{DiskError, GuestDisk, GuestDiskReader};
 use guest_profile::export::symbolize::{Symbolizer, complete_chains};
 use guest_profile::export::{Profile, folded, pprof, reader};
-use guest_profile::programs::{GuestFiles, GuestSymbols};
+use guest_profile::programs::{GuestFileSource, GuestSymbols};
 use kernel_images::image::KernelImage;
 use kernel_images::symbols::KernelSymbols;
 use perf_core::error_line;
@@ -100,7 +100,7 @@ pub struct PprofArgs {
 
 /// Error returned when symbols cannot be loaded from files.
 #[derive(Debug, thiserror::Error)]
-pub enum SymbolsError {
+pub enum SymbolLoadError {
     #[error("--guestmount {}: not a directory", .0.display())]
     NoDirectory(PathBuf),
     #[error("--guest-disk")]
@@ -141,9 +141,9 @@ pub enum RecordingFileError {
         source: reader::ProfileReadError,
     },
     #[error(transparent)]
-    Symbols(#[from] SymbolsError),
+    Symbols(#[from] SymbolLoadError),
     #[error(transparent)]
-    Output(#[from] OutputError),
+    Output(#[from] CommandOutputError),
     #[error("cannot write {}", output_name(path))]
     Write {
         path: PathBuf,
@@ -193,11 +193,11 @@ pub(super) fn read_profile(path: &Path) -> Result<Option<Profile>, RecordingFile
 /// Creates the symbolizer of a profile from the sources selected by the user.
 ///
 /// # Errors
-/// Returns [`SymbolsError`] if a source is unusable.
+/// Returns [`SymbolLoadError`] if a source is unusable.
 pub(super) fn symbolizer<'p>(
     profile: &'p Profile,
     args: &SymbolArgs,
-) -> Result<Symbolizer<'p>, SymbolsError> {
+) -> Result<Symbolizer<'p>, SymbolLoadError> {
     let reference = profile.kernel.as_ref();
     let reference = reference.map(|k| (k.reference_symbol.as_str(), k.reference_address));
     let kernel = kernel_symbols(args, reference)?;
@@ -231,26 +231,26 @@ pub(super) fn with_profile(
 /// Opens the guest's file system if the user specified its location.
 ///
 /// # Errors
-/// Returns [`SymbolsError`] if the directory or image is unusable.
-pub(super) fn guest_mount(args: &SymbolArgs) -> Result<Option<GuestSymbols>, SymbolsError> {
+/// Returns [`SymbolLoadError`] if the directory or image is unusable.
+pub(super) fn guest_mount(args: &SymbolArgs) -> Result<Option<GuestSymbols>, SymbolLoadError> {
     Ok(guest_files(args)?.map(GuestSymbols::of))
 }
 
 /// Opens the guest's file system for reading programs, if the user specified its location.
 ///
 /// # Errors
-/// Returns [`SymbolsError`] if the directory or image is unusable.
-pub(super) fn guest_files(args: &SymbolArgs) -> Result<Option<GuestFiles>, SymbolsError> {
+/// Returns [`SymbolLoadError`] if the directory or image is unusable.
+pub(super) fn guest_files(args: &SymbolArgs) -> Result<Option<GuestFileSource>, SymbolLoadError> {
     match (&args.guestmount, &args.guest_disk) {
-        (Some(dir), _) if dir.is_dir() => Ok(Some(GuestFiles::Directory(dir.clone()))),
-        (Some(dir), _) => Err(SymbolsError::NoDirectory(dir.clone())),
+        (Some(dir), _) if dir.is_dir() => Ok(Some(GuestFileSource::Directory(dir.clone()))),
+        (Some(dir), _) => Err(SymbolLoadError::NoDirectory(dir.clone())),
         (None, Some(config)) => {
-            let view = UnlockedDiskView::open(config).map_err(SymbolsError::DiskImage)?;
-            let disk = GuestDisk::open(Box::new(HostDisk(view))).map_err(|source| SymbolsError::Disk {
+            let view = UnlockedDiskView::open(config).map_err(SymbolLoadError::DiskImage)?;
+            let disk = GuestDisk::open(Box::new(HostDisk(view))).map_err(|source| SymbolLoadError::Disk {
                 path: config.path.clone(),
                 source,
             })?;
-            Ok(Some(GuestFiles::Disk(disk)))
+            Ok(Some(GuestFileSource::Disk(disk)))
         }
         (None, None) => Ok(None),
     }
@@ -259,7 +259,7 @@ pub(super) fn guest_files(args: &SymbolArgs) -> Result<Option<GuestFiles>, Symbo
 /// Disk image of a guest, read on the host.
 struct HostDisk(UnlockedDiskView);
 
-impl DiskBytes for HostDisk {
+impl GuestDiskReader for HostDisk {
     fn len(&self) -> u64 {
         self.0.bytes()
     }
@@ -278,14 +278,14 @@ impl DiskBytes for HostDisk {
 /// running kernel and its address.
 ///
 /// # Errors
-/// Returns [`SymbolsError`] if the file is unusable.
+/// Returns [`SymbolLoadError`] if the file is unusable.
 pub(super) fn kernel_symbols(
     args: &SymbolArgs,
     reference: Option<(&str, u64)>,
-) -> Result<Option<KernelSymbols>, SymbolsError> {
+) -> Result<Option<KernelSymbols>, SymbolLoadError> {
     if let Some(path) = &args.kallsyms {
         let parsed = KernelSymbols::parse_text(&read(path, MAX_KALLSYMS)?);
-        let symbols = parsed.map_err(|source| SymbolsError::Kallsyms {
+        let symbols = parsed.map_err(|source| SymbolLoadError::Kallsyms {
             path: path.clone(),
             source,
         })?;
@@ -297,7 +297,7 @@ pub(super) fn kernel_symbols(
     let image = KernelImage::parse(&path.display().to_string(), &read(path, MAX_VMLINUX)?)?;
     let symbols = image
         .symbols()
-        .ok_or_else(|| SymbolsError::Stripped(path.clone()))?;
+        .ok_or_else(|| SymbolLoadError::Stripped(path.clone()))?;
     // The recording or the VM gives the run-time address of one kernel symbol, and thus the offset
     // of the kernel from its link address.
     let slide = reference.and_then(|(name, running)| {
@@ -307,14 +307,14 @@ pub(super) fn kernel_symbols(
     Ok(Some(symbols.relocated(slide.unwrap_or(0))))
 }
 
-pub(super) fn read(path: &Path, limit: u64) -> Result<Vec<u8>, SymbolsError> {
+pub(super) fn read(path: &Path, limit: u64) -> Result<Vec<u8>, SymbolLoadError> {
     let mut bytes = Vec::new();
     // The reported file size is unreliable; it is 0 for devices.
     let result = input::open(path).and_then(|file| file.take(limit + 1).read_to_end(&mut bytes));
     let path = path.to_owned();
     match result {
-        Err(source) => Err(SymbolsError::Read { path, source }),
-        Ok(_) if bytes.len() as u64 > limit => Err(SymbolsError::TooLarge { path, limit }),
+        Err(source) => Err(SymbolLoadError::Read { path, source }),
+        Ok(_) if bytes.len() as u64 > limit => Err(SymbolLoadError::TooLarge { path, limit }),
         Ok(_) => Ok(bytes),
     }
 }

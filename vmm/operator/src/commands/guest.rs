@@ -9,7 +9,7 @@ use control_api::client::ClientError;
 use control_api::socket_dir;
 use guest_agent::PORT;
 use guest_agent::request::{AgentOperation, AgentRequest, VERSION};
-use guest_agent::wire::{Frame, FrameKind, WireError, read_frame, write_frame};
+use guest_agent::wire::{AgentFrameError, Frame, FrameKind, read_frame, write_frame};
 
 use super::{NAP, connect};
 
@@ -44,7 +44,7 @@ pub enum GuestAgentError {
     Wire {
         name: String,
         #[source]
-        source: WireError,
+        source: AgentFrameError,
     },
     #[error("the command and its environment exceed the limit of the agent")]
     TooLong,
@@ -193,7 +193,7 @@ impl AgentAddress {
         GuestAgentError::Refused { name, why }
     }
 
-    fn wire(&self, source: WireError) -> GuestAgentError {
+    fn wire(&self, source: AgentFrameError) -> GuestAgentError {
         let name = self.name.clone();
         GuestAgentError::Wire { name, source }
     }

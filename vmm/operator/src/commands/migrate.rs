@@ -12,7 +12,7 @@ use control_api::client::Client;
 use control_api::migration::{self, MigrationAddress, MigrationResult};
 use control_api::peer;
 use perf_core::error_line;
-use stream::{DowntimeLimit, SendFailure, SendVmError};
+use stream::{DowntimeLimit, MigrationSendFailure, SendVmError};
 
 use super::{one_line, ps};
 
@@ -161,11 +161,11 @@ fn send(mut client: Client, socket: &UnixStream, options: MigrateOptions) -> Res
         let line = |error: &SendVmError| one_line(&error_line(error));
         let name = name.clone();
         match &failure {
-            SendFailure::Stays(error) => MigrateError::Failed {
+            MigrationSendFailure::Stays(error) => MigrateError::Failed {
                 name,
                 why: line(error),
             },
-            SendFailure::Undecided(error) => MigrateError::Undecided {
+            MigrationSendFailure::Undecided(error) => MigrateError::Undecided {
                 name,
                 why: line(error),
             },

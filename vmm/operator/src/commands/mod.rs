@@ -35,7 +35,7 @@ use control_api::client::{Client, ClientError, REPLY_TIMEOUT};
 use crate::sampling::SessionError;
 use crate::signals::StopSignals;
 use crate::vendor::EventNameError;
-pub use output::{DONE, OutputError, one_line, print, say};
+pub use output::{CommandOutputError, DONE, one_line, print, say};
 pub(crate) use output::{create_private, is_reader_closed, written};
 
 /// Errors common to several operator commands.
@@ -46,9 +46,9 @@ pub enum OperatorCommandError {
     #[error(transparent)]
     Events(#[from] EventNameError),
     #[error(transparent)]
-    Symbols(#[from] files::SymbolsError),
+    Symbols(#[from] files::SymbolLoadError),
     #[error(transparent)]
-    Output(#[from] OutputError),
+    Output(#[from] CommandOutputError),
     #[error("signal handling")]
     Signals(#[source] io::Error),
     #[error("{}", path.display())]

@@ -10,7 +10,7 @@ use crate::exit::ExitStatus;
 
 /// Errors of writing the output.
 #[derive(Debug, thiserror::Error)]
-pub enum OutputError {
+pub enum CommandOutputError {
     #[error("standard output")]
     Write(#[source] io::Error),
     #[error("standard output: cannot serialize as JSON")]
@@ -29,8 +29,8 @@ pub(crate) fn is_reader_closed() -> bool {
 /// Prints to standard output. A closed pipe is not an error.
 ///
 /// # Errors
-/// Returns [`OutputError`] if the output cannot be written.
-pub fn print(text: &str) -> Result<(), OutputError> {
+/// Returns [`CommandOutputError`] if the output cannot be written.
+pub fn print(text: &str) -> Result<(), CommandOutputError> {
     written(
         io::stdout()
             .write_all(text.as_bytes())
@@ -66,13 +66,13 @@ pub fn one_line(text: &str) -> String {
 }
 
 /// Converts the result of a write to standard output. A closed pipe is not an error.
-pub(crate) fn written(result: io::Result<()>) -> Result<(), OutputError> {
+pub(crate) fn written(result: io::Result<()>) -> Result<(), CommandOutputError> {
     match result {
         Err(e) if e.kind() == io::ErrorKind::BrokenPipe => {
             READER_CLOSED.store(true, Ordering::Relaxed);
             Ok(())
         }
-        Err(e) => Err(OutputError::Write(e)),
+        Err(e) => Err(CommandOutputError::Write(e)),
         Ok(()) => Ok(()),
     }
 }

@@ -6,12 +6,12 @@ use std::time::Duration;
 
 use clap::Args;
 
-use super::{DONE, OperatorCommandError, OutputError, one_line, print};
+use super::{CommandOutputError, DONE, OperatorCommandError, one_line, print};
 use crate::exit::ExitStatus;
 use control_api::client::{Client, ClientError};
 use control_api::peer;
 use control_api::protocol::VmInfo;
-use control_api::socket_dir::{self, SocketDir, SocketDirs, SocketError};
+use control_api::socket_dir::{self, ControlSocketError, SocketDir, SocketDirs};
 use perf_core::error_line;
 
 /// Timeout for a VM to describe itself.
@@ -85,7 +85,7 @@ pub fn ps(args: &PsArgs) -> Result<ExitStatus, OperatorCommandError> {
                 user: found.owner.filter(|_| args.all),
                 socket: args.all.then_some(&found.path),
             });
-            let _ = writeln!(out, "{}", line.map_err(OutputError::from)?);
+            let _ = writeln!(out, "{}", line.map_err(CommandOutputError::from)?);
         }
         print(&out)?;
     } else {
@@ -156,7 +156,7 @@ pub(crate) fn everywhere_quietly() -> Vec<VmSocket> {
     })
 }
 
-fn found_in(places: Vec<SocketDir>, failed: impl Fn(SocketError)) -> Vec<VmSocket> {
+fn found_in(places: Vec<SocketDir>, failed: impl Fn(ControlSocketError)) -> Vec<VmSocket> {
     let mut found = Vec::new();
     for place in places {
         match place.sockets() {

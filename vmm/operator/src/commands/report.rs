@@ -8,16 +8,16 @@ use super::files::{RecordingFileArgs, RecordingFileError, with_profile};
 use super::output::{print, written};
 use crate::exit::ExitStatus;
 use crate::values::{SortKeys, parse_percent, parse_sort};
-use guest_profile::export::call_tree::{CallGraphOptions, CallOrder};
+use guest_profile::export::call_tree::{CallGraphOptions, CallGraphOrder};
 use guest_profile::export::filter::SampleFilter;
-use guest_profile::export::report::{ReportColumn, ReportOptions};
+use guest_profile::export::report::{ProfileReportColumn, ProfileReportOptions};
 use guest_profile::export::script::{ScriptField, ScriptFields, ScriptFormat, ScriptOptions};
 use guest_profile::export::symbolize::complete_chains;
 use guest_profile::export::{report as table, script as samples};
 
 /// Filter of the samples to show.
 #[derive(Clone, Debug, Default, Args)]
-pub struct FilterArgs {
+pub struct SampleFilterArgs {
     /// Select samples of these tasks.
     #[arg(short, long, value_name = "LIST", value_delimiter = ',')]
     pub comms: Vec<String>,
@@ -29,7 +29,7 @@ pub struct FilterArgs {
     pub symbols: Vec<String>,
 }
 
-impl FilterArgs {
+impl SampleFilterArgs {
     fn filter(&self) -> SampleFilter {
         SampleFilter {
             comms: self.comms.clone(),
@@ -51,7 +51,7 @@ pub struct ReportArgs {
     /// Columns to print: overhead, sample, period and those of --sort. Replaces the columns of
     /// --sort.
     #[arg(short = 'F', long, value_name = "LIST", value_parser = parse_columns)]
-    pub fields: Option<ReportColumns>,
+    pub fields: Option<ProfileReportColumns>,
     /// Hide rows with less than this share, in percent.
     #[arg(long, value_name = "PERCENT", default_value = "0", value_parser = parse_percent)]
     pub percent_limit: f64,
@@ -63,7 +63,7 @@ pub struct ReportArgs {
     pub call_graph: Option<CallGraphOptions>,
     /// Samples to show. The shares are still relative to all samples.
     #[command(flatten)]
-    pub filter: FilterArgs,
+    pub filter: SampleFilterArgs,
 }
 
 /// `perfvisor script`.
@@ -72,7 +72,8 @@ pub struct ScriptArgs {
     /// Which file.
     #[command(flatten)]
     pub file: RecordingFileArgs,
-    /// Fields to print: comm, pid, tid, cpu, time, period, event, ip, sym, symoff, dso [default: all]
+    /// Fields to print: comm, pid, tid, cpu, time, period, event, ip, sym, symoff, dso [default:
+    /// all]
     #[arg(short = 'F', long, value_name = "LIST", value_parser = parse_fields)]
     pub fields: Option<ScriptFields>,
     /// Print one JSON object per sample.
@@ -80,7 +81,7 @@ pub struct ScriptArgs {
     pub json: bool,
     /// Samples to print.
     #[command(flatten)]
-    pub filter: FilterArgs,
+    pub filter: SampleFilterArgs,
 }
 
 /// Error returned when an option value of `perfvisor report` or `script` is invalid.
@@ -96,18 +97,18 @@ pub enum ParseReportValueError {
 
 /// Columns of a report.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct ReportColumns(pub Vec<ReportColumn>);
+pub struct ProfileReportColumns(pub Vec<ProfileReportColumn>);
 
 /// Parses the columns of a report, such as `overhead,sym`.
-fn parse_columns(text: &str) -> Result<ReportColumns, ParseReportValueError> {
+fn parse_columns(text: &str) -> Result<ProfileReportColumns, ParseReportValueError> {
     let column = |name: &str| {
-        let found = ReportColumn::from_name(name.trim());
+        let found = ProfileReportColumn::from_name(name.trim());
         found.ok_or_else(|| ParseReportValueError::Column(name.to_owned()))
     };
     text.split(',')
         .map(column)
         .collect::<Result<_, _>>()
-        .map(ReportColumns)
+        .map(ProfileReportColumns)
 }
 
 /// Parses the fields of samples, such as `comm,ip,sym`.
@@ -126,8 +127,8 @@ fn parse_call_graph(text: &str) -> Result<CallGraphOptions, ParseReportValueErro
     let mut options = CallGraphOptions::default();
     for word in text.split(',').map(str::trim) {
         match word {
-            "callee" => options.order = CallOrder::Callee,
-            "caller" => options.order = CallOrder::Caller,
+            "callee" => options.order = CallGraphOrder::Callee,
+            "caller" => options.order = CallGraphOrder::Caller,
             "graph" => {}
             share => {
                 options.min_percent = parse_percent(share).map_err(|_| ParseReportValueError::CallGraph)?;
@@ -142,7 +143,7 @@ fn parse_call_graph(text: &str) -> Result<CallGraphOptions, ParseReportValueErro
 /// # Errors
 /// Returns [`RecordingFileError`] if the recording or the symbols cannot be read.
 pub fn report(args: &ReportArgs) -> Result<ExitStatus, RecordingFileError> {
-    let mut options = ReportOptions {
+    let mut options = ProfileReportOptions {
         sort: args.sort.0.clone(),
         columns: args.fields.as_ref().map(|columns| columns.0.clone()),
         min_percent: args.percent_limit,
@@ -151,7 +152,7 @@ pub fn report(args: &ReportArgs) -> Result<ExitStatus, RecordingFileError> {
     };
     if let Some(columns) = &options.columns {
         let keys = columns.iter().filter_map(|column| match column {
-            ReportColumn::Key(key) => Some(*key),
+            ProfileReportColumn::Key(key) => Some(*key),
             _ => None,
         });
         options.sort = keys.collect();
@@ -195,13 +196,13 @@ mod tests {
     #[test]
     fn report_options_are_parsed_like_perf() {
         let graph = |text| parse_call_graph(text).map(|graph| (graph.order, graph.min_percent));
-        assert_eq!(graph("callee"), Ok((CallOrder::Callee, 0.5)));
-        assert_eq!(graph("graph,2,caller"), Ok((CallOrder::Caller, 2.0)));
+        assert_eq!(graph("callee"), Ok((CallGraphOrder::Callee, 0.5)));
+        assert_eq!(graph("graph,2,caller"), Ok((CallGraphOrder::Caller, 2.0)));
         assert_eq!(graph("fractal"), Err(ParseReportValueError::CallGraph));
         assert_eq!(graph("caller,101"), Err(ParseReportValueError::CallGraph));
         let columns = parse_columns("overhead, sym").map(|columns| columns.0);
-        let symbol = ReportColumn::Key(SortKey::Symbol);
-        assert_eq!(columns, Ok(vec![ReportColumn::Overhead, symbol]));
+        let symbol = ProfileReportColumn::Key(SortKey::Symbol);
+        assert_eq!(columns, Ok(vec![ProfileReportColumn::Overhead, symbol]));
         assert_eq!(
             parse_columns("sym,x"),
             Err(ParseReportValueError::Column("x".into()))

@@ -17,7 +17,7 @@ use control_api::client::{Client, ClientError};
 use control_api::request;
 use control_api::snapshot::{SnapshotPiece, SnapshotProgress, SnapshotState};
 use serde_json::Value;
-use snapshot::diff::{DiffError, DiffWriter};
+use snapshot::diff::{SnapshotDiffError, SnapshotDiffWriter};
 use snapshot::format::MAX_STATE_BYTES;
 use snapshot::memory::CHUNK_BYTES;
 use snapshot::{MEMORY_FILE, STATE_FILE, SnapshotFormatError};
@@ -61,7 +61,7 @@ pub enum SnapshotCommandError {
     Base {
         path: PathBuf,
         #[source]
-        source: DiffError,
+        source: SnapshotDiffError,
     },
     #[error("the state of the VM")]
     State(#[from] SnapshotFormatError),
@@ -139,7 +139,7 @@ fn write_file_error(path: &Path) -> impl Fn(io::Error) -> SnapshotCommandError {
     }
 }
 
-fn base_error(dir: &Path) -> impl Fn(DiffError) -> SnapshotCommandError {
+fn base_error(dir: &Path) -> impl Fn(SnapshotDiffError) -> SnapshotCommandError {
     move |source| SnapshotCommandError::Base {
         path: dir.to_owned(),
         source,
@@ -188,7 +188,7 @@ pub(super) fn take(
     let memory = partial.create(MEMORY_FILE).map_err(&failed)?;
     memory.set_len(memory_bytes).map_err(&failed)?;
     let of_base = base_error(bases.first().map_or(dir, PathBuf::as_path));
-    let diff = opened.map(|base| DiffWriter::new(base, memory_bytes));
+    let diff = opened.map(|base| SnapshotDiffWriter::new(base, memory_bytes));
     let mut diff = diff.transpose().map_err(&of_base)?;
     let mut buffer = copy(client, memory_bytes, |piece, data| match &mut diff {
         None => write_sparse(&memory, data, piece.offset).map_err(&failed),
@@ -288,11 +288,11 @@ fn copy(
 
 /// Writes the parts of a piece of memory that differ from the base snapshot of `diff`.
 fn write_changes(
-    diff: &mut DiffWriter,
+    diff: &mut SnapshotDiffWriter,
     memory: &File,
     piece: SnapshotPiece,
     data: &[u8],
-    of_base: impl Fn(DiffError) -> SnapshotCommandError,
+    of_base: impl Fn(SnapshotDiffError) -> SnapshotCommandError,
     failed: impl Fn(io::Error) -> SnapshotCommandError,
 ) -> Result<(), SnapshotCommandError> {
     let mut zeros = Vec::new();

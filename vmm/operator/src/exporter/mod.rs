@@ -43,7 +43,7 @@ use crate::vendor::{self, EventNameError};
 use access::{AccessRuleError, AccessRules};
 use listen::{ExporterListener, ListenAddress};
 use server::Exporter;
-use vms::HostVms;
+use vms::ExporterVmRegistry;
 
 /// Default of `--events`. None of these events occupies a counter of the host PMU.
 const DEFAULT_EVENTS: &str =
@@ -171,7 +171,7 @@ pub fn exporter(args: &ExporterArgs) -> Result<ExitStatus, ExporterError> {
         );
     }
     log::info!("serving at {address}");
-    let vms = HostVms::new(events, args.vms.clone(), owners);
+    let vms = ExporterVmRegistry::new(events, args.vms.clone(), owners);
     let exporter = Arc::new(Exporter::new(vms, access, address.to_string()));
     while signals.take().is_none() {
         let wait = Timespec {

@@ -19,7 +19,7 @@ use rustix::process::{Pid, Resource, Rlimit, prlimit};
 use super::directory::ProfileDirectory;
 use super::http::{HttpReply, HttpRequest};
 use super::listen::HttpClientStream;
-use super::vms::VmTarget;
+use super::vms::ScrapeTarget;
 use crate::commands::one_line;
 
 /// Maximum number of concurrent profiles.
@@ -135,7 +135,7 @@ impl ProfileScheduler {
     pub fn make(
         &self,
         request: &HttpRequest,
-        target: &VmTarget,
+        target: &ScrapeTarget,
         stream: &HttpClientStream,
         stop: &AtomicBool,
     ) -> HttpReply {
@@ -154,7 +154,7 @@ impl ProfileScheduler {
 
 fn record(
     wanted: &ProfileRequest,
-    target: &VmTarget,
+    target: &ScrapeTarget,
     stream: &HttpClientStream,
     stop: &AtomicBool,
 ) -> Result<Vec<u8>, HttpReply> {

@@ -19,7 +19,7 @@ use super::http::{self, HostHeader, HttpReply, HttpRequest, OPENMETRICS, TEXT};
 use super::listen::HttpClientStream;
 use super::profile::ProfileScheduler;
 use super::snapshot::{self, MetricFamilies, MetricLabels, MetricsSnapshot};
-use super::vms::{HostVms, VmTarget};
+use super::vms::{ExporterVmRegistry, ScrapeTarget};
 
 /// Maximum number of concurrent connections.
 const MAX_CONNECTIONS: usize = 64;
@@ -37,7 +37,7 @@ const MAX_SCRAPE_AGE: Duration = Duration::from_millis(500);
 
 /// The state of the exporter, shared by all connections.
 pub struct Exporter {
-    vms: HostVms,
+    vms: ExporterVmRegistry,
     access: AccessRules,
     profiles: ProfileScheduler,
     /// Address of the listening socket, for requests without a `Host` field.
@@ -85,7 +85,7 @@ impl Drop for HttpConnectionSlot {
 
 impl Exporter {
     /// Creates an exporter at `address` that serves the clients allowed by `access`.
-    pub fn new(vms: HostVms, access: AccessRules, address: String) -> Self {
+    pub fn new(vms: ExporterVmRegistry, access: AccessRules, address: String) -> Self {
         Self {
             vms,
             access,
@@ -202,7 +202,7 @@ impl Exporter {
     }
 
     /// Returns the requested VM, or the only VM if the request does not name a VM.
-    fn one(&self, request: &HttpRequest) -> Result<VmTarget, HttpReply> {
+    fn one(&self, request: &HttpRequest) -> Result<ScrapeTarget, HttpReply> {
         let (targets, _) = self.vms.targets();
         match request.parameter("vm") {
             Some(label) => {
@@ -211,7 +211,7 @@ impl Exporter {
                     HttpReply::refusal(404, "no VM of that name has a socket that can be reached")
                 })
             }
-            None => match <[VmTarget; 1]>::try_from(targets) {
+            None => match <[ScrapeTarget; 1]>::try_from(targets) {
                 Ok([only]) => Ok(only),
                 Err(_) => Err(HttpReply::refusal(400, "name a VM: ?vm=NAME; /sd lists them")),
             },
@@ -241,7 +241,7 @@ impl Exporter {
 
     /// Queries the VMs `targets`, and returns their metrics as text. For a scrape of all VMs,
     /// `closed` is the number of directories that cannot be read.
-    fn encode_metrics(&self, targets: &[VmTarget], closed: Option<usize>) -> String {
+    fn encode_metrics(&self, targets: &[ScrapeTarget], closed: Option<usize>) -> String {
         let asked = self.vms.ask(targets);
         let mut own = MetricFamilies::default();
         let of_vm = |label: &str| -> MetricLabels { vec![("vm", label.to_owned())] };

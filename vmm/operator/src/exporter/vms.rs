@@ -13,12 +13,12 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use control_api::budget::{ReplyBudget, ReplyLimits, ReservedReplyBytes};
+use control_api::budget::{ControlReplyLimits, ReplyMemoryBudget, ReservedReplyBytes};
 use control_api::client::{Client, ClientError};
 use control_api::peer;
 use control_api::protocol::{OpenedEvent, SnapshotId, VmGuestCounters};
 use control_api::request;
-use control_api::socket_dir::{self, SocketDirs, SocketError};
+use control_api::socket_dir::{self, ControlSocketError, SocketDirs};
 use perf_core::error_line;
 
 use super::back_off::{ScrapeBackOff, UserBackOffs, shown};
@@ -69,7 +69,7 @@ const MAX_KINDS: usize = 64;
 
 /// A VM and its control socket.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct VmTarget {
+pub struct ScrapeTarget {
     /// Label of the VM, which is its name, followed by `@` and the user if the exporter runs as
     /// another user.
     pub label: String,
@@ -102,8 +102,8 @@ struct ScrapeQuery {
 
 /// A VM that the exporter queries, with the state kept between scrapes.
 struct ScrapedVm {
-    target: VmTarget,
-    limits: ReplyLimits,
+    target: ScrapeTarget,
+    limits: ControlReplyLimits,
     back_off: ScrapeBackOff,
     /// State kept between scrapes. The query in progress holds the lock.
     state: Mutex<ScrapedVmState>,
@@ -126,15 +126,15 @@ struct ScrapeShared {
 
 /// Memory budgets for replies.
 struct Budgets {
-    own: Arc<ReplyBudget>,
-    foreign: Arc<ReplyBudget>,
-    users: Mutex<BTreeMap<u32, Arc<ReplyBudget>>>,
+    own: Arc<ReplyMemoryBudget>,
+    foreign: Arc<ReplyMemoryBudget>,
+    users: Mutex<BTreeMap<u32, Arc<ReplyMemoryBudget>>>,
 }
 
 impl Budgets {
     fn new() -> Self {
-        let all = Arc::new(ReplyBudget::new(MAX_REPLIES, None));
-        let part = |bytes| Arc::new(ReplyBudget::new(bytes, Some(all.clone())));
+        let all = Arc::new(ReplyMemoryBudget::new(MAX_REPLIES, None));
+        let part = |bytes| Arc::new(ReplyMemoryBudget::new(bytes, Some(all.clone())));
         Self {
             own: part(MAX_OWN_REPLIES),
             foreign: part(MAX_FOREIGN_REPLIES),
@@ -143,13 +143,18 @@ impl Budgets {
     }
 
     /// Returns the budget for VMs of user `uid`.
-    fn of_user(&self, uid: u32) -> Arc<ReplyBudget> {
+    fn of_user(&self, uid: u32) -> Arc<ReplyMemoryBudget> {
         if is_trusted(uid) {
             return self.own.clone();
         }
         let mut users = self.users.lock().unwrap_or_else(PoisonError::into_inner);
         users.retain(|other, budget| *other == uid || Arc::strong_count(budget) > 1);
-        let new = || Arc::new(ReplyBudget::new(MAX_REPLIES_OF_USER, Some(self.foreign.clone())));
+        let new = || {
+            Arc::new(ReplyMemoryBudget::new(
+                MAX_REPLIES_OF_USER,
+                Some(self.foreign.clone()),
+            ))
+        };
         users.entry(uid).or_insert_with(new).clone()
     }
 }
@@ -160,7 +165,7 @@ fn is_trusted(uid: u32) -> bool {
 }
 
 /// All VMs on this host.
-pub struct HostVms {
+pub struct ExporterVmRegistry {
     shared: Arc<ScrapeShared>,
     /// Directory of observer sockets; `None` to search all known directories.
     dir: Option<PathBuf>,
@@ -172,7 +177,7 @@ pub struct HostVms {
     told: Mutex<HashSet<PathBuf>>,
 }
 
-impl HostVms {
+impl ExporterVmRegistry {
     /// Creates the set of VMs to serve: the VMs with an observer socket in `dir` or, without `dir`,
     /// all VMs of the host.
     ///
@@ -195,7 +200,7 @@ impl HostVms {
 
     /// Returns the current VMs in order of their labels, and the number of directories that this
     /// user may not read.
-    pub fn targets(&self) -> (Vec<VmTarget>, usize) {
+    pub fn targets(&self) -> (Vec<ScrapeTarget>, usize) {
         match &self.dir {
             Some(dir) => (self.observed(dir), 0),
             None => self.everywhere(),
@@ -208,13 +213,13 @@ impl HostVms {
 
     /// Returns the VMs with an observer socket in `dir`. The label includes the owner, because any
     /// user can choose any name.
-    fn observed(&self, dir: &Path) -> Vec<VmTarget> {
+    fn observed(&self, dir: &Path) -> Vec<ScrapeTarget> {
         let found = socket_dir::observed_in(dir, MAX_VMS_OF_USER).unwrap_or_else(|e| {
             self.log_once(dir, &error_line(&e));
             Vec::new()
         });
         let own = peer::own_uid();
-        let target = |socket: socket_dir::ObserverSocket| VmTarget {
+        let target = |socket: socket_dir::ObserverSocket| ScrapeTarget {
             label: vm_label(socket.name, socket.owner, own),
             socket: socket.path,
             owner: socket.owner,
@@ -227,16 +232,16 @@ impl HostVms {
         targets
     }
 
-    fn everywhere(&self) -> (Vec<VmTarget>, usize) {
+    fn everywhere(&self) -> (Vec<ScrapeTarget>, usize) {
         let places = SocketDirs::everywhere();
         let own = peer::own_uid();
-        let mut targets: BTreeMap<String, VmTarget> = BTreeMap::new();
+        let mut targets: BTreeMap<String, ScrapeTarget> = BTreeMap::new();
         for place in places.found.iter().filter(|place| self.is_served(place.owner)) {
             for (name, socket) in self.listed(place.listed()) {
                 let label = vm_label(name, place.owner, own);
                 // The user's first directory takes precedence.
                 if targets.len() < MAX_VMS {
-                    targets.entry(label.clone()).or_insert(VmTarget {
+                    targets.entry(label.clone()).or_insert(ScrapeTarget {
                         label,
                         socket,
                         owner: place.owner,
@@ -257,7 +262,7 @@ impl HostVms {
         (targets.into_values().collect(), places.closed.len())
     }
 
-    fn listed(&self, listed: Result<Vec<(String, PathBuf)>, SocketError>) -> Vec<(String, PathBuf)> {
+    fn listed(&self, listed: Result<Vec<(String, PathBuf)>, ControlSocketError>) -> Vec<(String, PathBuf)> {
         listed.unwrap_or_else(|e| {
             log::debug!("{}", error_line(&e));
             Vec::new()
@@ -274,7 +279,7 @@ impl HostVms {
 
     /// Queries all `targets` concurrently. The result has no snapshot for a VM that does not answer
     /// within [`SCRAPE_TIME`] or is in back-off.
-    pub fn ask(&self, targets: &[VmTarget]) -> Vec<VmScrapeResult> {
+    pub fn ask(&self, targets: &[ScrapeTarget]) -> Vec<VmScrapeResult> {
         let began = Instant::now();
         let until = began + SCRAPE_TIME;
         let (tell, told) = channel::<VmScrapeResult>();
@@ -321,7 +326,7 @@ impl HostVms {
 
     /// Starts a query of the VM `target` on a new thread. Returns whether the scrape waits for the
     /// answer, or `None` if the VM is skipped.
-    fn start_query(&self, target: &VmTarget, query: ScrapeQuery) -> Option<bool> {
+    fn start_query(&self, target: &ScrapeTarget, query: ScrapeQuery) -> Option<bool> {
         let (label, now) = (&target.label, Instant::now());
         let mut vms = self.vms.lock().unwrap_or_else(PoisonError::into_inner);
         if vms.get(label).is_none_or(|vm| vm.target != *target) {
@@ -350,7 +355,7 @@ impl HostVms {
     }
 
     /// Disconnects from VMs that no longer exist.
-    pub fn retain(&self, targets: &[VmTarget]) {
+    pub fn retain(&self, targets: &[ScrapeTarget]) {
         let labels: HashSet<&str> = targets.iter().map(|target| target.label.as_str()).collect();
         let mut vms = self.vms.lock().unwrap_or_else(PoisonError::into_inner);
         vms.retain(|label, _| labels.contains(label.as_str()));
@@ -378,10 +383,10 @@ impl VmScrapeResult {
 }
 
 impl ScrapedVm {
-    fn new(target: VmTarget, budget: Arc<ReplyBudget>) -> Self {
+    fn new(target: ScrapeTarget, budget: Arc<ReplyMemoryBudget>) -> Self {
         Self {
             target,
-            limits: ReplyLimits {
+            limits: ControlReplyLimits {
                 timeout: REPLY_TIMEOUT,
                 max_bytes: MAX_REPLY,
                 budget,
@@ -445,9 +450,9 @@ struct Connection {
 
 impl Connection {
     fn open(
-        target: &VmTarget,
+        target: &ScrapeTarget,
         shared: &ScrapeShared,
-        limits: &ReplyLimits,
+        limits: &ControlReplyLimits,
         until: Instant,
     ) -> Result<Self, ClientError> {
         let mut client = Client::connect_limited(&target.socket, target.owner, limits, until)?;
@@ -492,9 +497,9 @@ impl Connection {
     /// with the part of the memory budgets that they occupy.
     fn snapshot(
         connection: &mut Option<Self>,
-        target: &VmTarget,
+        target: &ScrapeTarget,
         shared: &ScrapeShared,
-        limits: &ReplyLimits,
+        limits: &ControlReplyLimits,
         until: Instant,
     ) -> Result<(MetricsSnapshot, Option<ReservedReplyBytes>), ClientError> {
         let there = match connection.take() {
@@ -623,7 +628,7 @@ mod tests {
                 writeln!(&stream, "{}", json!({"id": id, "ok": reply})).unwrap();
             }
         });
-        let vms = HostVms::new(String::new(), Some(dir.path().to_owned()), Vec::new());
+        let vms = ExporterVmRegistry::new(String::new(), Some(dir.path().to_owned()), Vec::new());
         let (targets, _) = vms.targets();
         assert_eq!(targets.len(), stalled.len() + 1);
         let asked = vms.ask(&targets).into_iter();

@@ -1,11 +1,11 @@
-//! Options of `run` that determine the machine. A snapshot contains their values, and `run --restore`
-//! parses them again, with the same validation.
+//! Options of `run` that determine the machine. A snapshot contains their values, and `run
+//! --restore` parses them again, with the same validation.
 
 use std::collections::BTreeMap;
 
 use clap::ArgMatches;
 use clap::parser::ValueSource;
-use vpmu::BackingPolicy;
+use vpmu::CounterBackingPolicy;
 
 use super::{Cli, CliCommand, CliEarlyExit, RunArgs};
 
@@ -138,7 +138,7 @@ impl RunArgs {
         let mut machine_options = options.clone();
         let backing = match self.machine_options.get(BACKING) {
             None => parsed.backing,
-            Some(_) if self.backing == BackingPolicy::Kvm => return Err(MachineOptionsError::OwnPmu),
+            Some(_) if self.backing == CounterBackingPolicy::Kvm => return Err(MachineOptionsError::OwnPmu),
             Some(own) => {
                 machine_options.insert(BACKING.to_owned(), own.clone());
                 self.backing
@@ -180,7 +180,7 @@ pub fn options_of_guest(args: &RunArgs, has_branch_records: bool) -> BTreeMap<St
 }
 
 /// Returns the backing (the source of the counts) in the valid machine options of a snapshot.
-pub fn saved_backing(options: &BTreeMap<String, String>) -> BackingPolicy {
+pub fn saved_backing(options: &BTreeMap<String, String>) -> CounterBackingPolicy {
     let saved = options.get(BACKING).and_then(|name| name.parse().ok());
     saved.unwrap_or_default()
 }
@@ -247,13 +247,16 @@ mod tests {
     #[test]
     fn backing_of_the_command_line_replaces_that_of_the_snapshot() {
         let saved = run("--backing clock").unwrap().machine_options;
-        assert_eq!(saved_backing(&saved), BackingPolicy::Clock);
+        assert_eq!(saved_backing(&saved), CounterBackingPolicy::Clock);
         let restored = |words| run(words).unwrap().with_machine_options(&saved);
-        assert_eq!(restored("--restore d").unwrap().backing, BackingPolicy::Clock);
+        assert_eq!(
+            restored("--restore d").unwrap().backing,
+            CounterBackingPolicy::Clock
+        );
         let exact = restored("--restore d --backing exact").unwrap();
-        assert_eq!(exact.backing, BackingPolicy::Exact);
+        assert_eq!(exact.backing, CounterBackingPolicy::Exact);
         // A further snapshot of the restored VM stores the new backing.
-        assert_eq!(saved_backing(&exact.machine_options), BackingPolicy::Exact);
+        assert_eq!(saved_backing(&exact.machine_options), CounterBackingPolicy::Exact);
         let refused = restored("--restore d --backing kvm");
         assert!(matches!(refused, Err(MachineOptionsError::OwnPmu)));
         assert!(run("--restore-loses").is_err());

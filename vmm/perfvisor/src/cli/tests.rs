@@ -28,7 +28,7 @@ fn defaults_run_the_built_in_guest() {
     assert_eq!((args.cpus.max(), args.memory, args.kernel), (1, 512 << 20, None));
     assert_eq!(
         (args.pmu, args.backing, args.rdpmc),
-        (PmuModelName::Auto, BackingPolicy::Auto, RdpmcMode::Auto)
+        (PmuModelName::Auto, CounterBackingPolicy::Auto, RdpmcMode::Auto)
     );
 }
 

@@ -1,6 +1,6 @@
 //! Names of the host's KVM statistics, for `perfvisor list`.
 
-use perf_core::pmu::kvm::{StatsError, StatsFile};
+use perf_core::pmu::kvm::{KvmStatsError, KvmStatsFile};
 use vmm::kvm::host::{self, KvmHostError};
 use vmm::kvm::stats_fd;
 
@@ -12,7 +12,7 @@ pub enum StatisticsError {
     #[error("KVM has no binary statistics (Linux 5.14)")]
     Kvm(#[from] std::io::Error),
     #[error(transparent)]
-    Table(#[from] StatsError),
+    Table(#[from] KvmStatsError),
 }
 
 /// Returns the KVM statistics of this host that are usable as events, first those of a vCPU, then
@@ -22,8 +22,8 @@ pub enum StatisticsError {
 /// Returns [`StatisticsError`] if KVM is not usable or its statistics are malformed.
 pub fn names() -> Result<Vec<String>, StatisticsError> {
     let kvm = host::open()?;
-    let names = |fd, prefix: &str| -> Result<Vec<String>, StatsError> {
-        let stats = StatsFile::new(fd)?;
+    let names = |fd, prefix: &str| -> Result<Vec<String>, KvmStatsError> {
+        let stats = KvmStatsFile::new(fd)?;
         let countable = stats.descriptors().iter().filter(|stat| stat.countable());
         Ok(countable.map(|stat| format!("{prefix}{}", stat.name)).collect())
     };

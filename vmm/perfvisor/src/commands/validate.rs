@@ -5,15 +5,17 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use clap::Args;
-use perf_core::pmu::host::HostProbe;
-use vpmu::{ArchEvent, BackingPolicy, HostPmuProperties, ModelError, PmuGeneration, PmuModel, PmuModelName};
+use perf_core::pmu::host::HostPerfCapabilities;
+use vpmu::{
+    ArchEvent, CounterBackingPolicy, HostPmuProperties, PmuGeneration, PmuModel, PmuModelError, PmuModelName,
+};
 
-use crate::values::{BackingSelection, parse_tolerance, parse_validated};
-use ::validate::child::ChildError;
-use ::validate::report::{ReportFormatter, ValidationRow};
-use ::validate::{HostProperties, KvmSummary, LinuxFiles, StopCallback, ValidateOptions};
+use crate::values::{ValidatedCounterBackings, parse_tolerance, parse_validated};
+use ::validate::child::MeasurementError;
+use ::validate::report::{ValidationReportFormatter, ValidationRow};
+use ::validate::{HostProperties, KvmSummary, LinuxFiles, StopRequestedCheck, ValidateOptions};
 use guest_patching::rdpmc::RdpmcMode;
-use operator::commands::{OutputError, print};
+use operator::commands::{CommandOutputError, print};
 use operator::exit::ExitStatus;
 use operator::input;
 use operator::signals::StopSignals;
@@ -22,7 +24,7 @@ use vmm::kvm::execution;
 use vmm::kvm::host::KvmHostError;
 use vmm::kvm::vpmu_probe::{KvmPmuCapabilities, KvmVpmuModelError};
 use vmm::kvm::{cpuid, host};
-use vmm::pmu::backing::{self, BackingError};
+use vmm::pmu::backing::{self, CounterBackingError};
 use vmm::pmu::fit::{self, fit};
 
 const EXIT_STATUS_HELP: &str = "\
@@ -53,7 +55,7 @@ pub struct ValidateArgs {
     /// Select the backings to validate: all (all that this host has, except KVM's own vPMU) or kvm
     /// (KVM's own vPMU).
     #[arg(long, value_name = "BACKING", default_value = "all", value_parser = parse_validated)]
-    pub backing: BackingSelection,
+    pub backing: ValidatedCounterBackings,
     /// Set the tolerance for counts of time, in percent.
     #[arg(long, value_name = "PERCENT", default_value = "2", value_parser = parse_tolerance)]
     pub tolerance: f64,
@@ -66,7 +68,7 @@ pub struct ValidateArgs {
 #[derive(Debug, thiserror::Error)]
 pub enum PmuOptionError {
     #[error(transparent)]
-    PmuModel(#[from] ModelError),
+    PmuModel(#[from] PmuModelError),
     #[error("there is nothing to validate without a PMU; choose intel or amd")]
     Off,
 }
@@ -93,9 +95,9 @@ pub enum ValidateError {
     #[error(transparent)]
     Host(#[from] KvmHostError),
     #[error(transparent)]
-    Backing(#[from] BackingError),
+    Backing(#[from] CounterBackingError),
     #[error(transparent)]
-    PmuModel(#[from] ModelError),
+    PmuModel(#[from] PmuModelError),
     #[error(transparent)]
     OwnModel(#[from] KvmVpmuModelError),
     #[error(
@@ -108,9 +110,9 @@ pub enum ValidateError {
     )]
     NoLinux,
     #[error(transparent)]
-    Child(#[from] ChildError),
+    Child(#[from] MeasurementError),
     #[error(transparent)]
-    Output(#[from] OutputError),
+    Output(#[from] CommandOutputError),
 }
 
 /// Validates the counts of the selected backings on this host, and prints a report.
@@ -119,7 +121,7 @@ pub enum ValidateError {
 /// Returns [`ValidateError`] if the input is invalid or a guest cannot be measured.
 pub fn validate(args: &ValidateArgs) -> Result<ExitStatus, ValidateError> {
     let signals = StopSignals::block().map_err(ValidateError::Signals)?;
-    let stop: StopCallback = Arc::new(move || signals.take().is_some());
+    let stop: StopRequestedCheck = Arc::new(move || signals.take().is_some());
     for file in [&args.kernel, &args.initrd].into_iter().flatten() {
         input::can_be_read(file).map_err(|source| ValidateError::File {
             path: file.clone(),
@@ -128,8 +130,8 @@ pub fn validate(args: &ValidateArgs) -> Result<ExitStatus, ValidateError> {
     }
     // Report a rejected KVM vPMU before warnings about the other backings.
     let own_pmu = match args.backing {
-        BackingSelection::All => None,
-        BackingSelection::Kvm => Some(own_pmu(args)?),
+        ValidatedCounterBackings::All => None,
+        ValidatedCounterBackings::Kvm => Some(own_pmu(args)?),
     };
     let (host, runs_linux) = probe_host(&args.pmu, own_pmu.as_ref())?;
     let (linux, linux_skipped) = linux_guest(args, runs_linux)?;
@@ -140,7 +142,7 @@ pub fn validate(args: &ValidateArgs) -> Result<ExitStatus, ValidateError> {
         linux_skipped,
         own_pmu: own_pmu.is_some(),
     };
-    let mut text = ReportFormatter::default();
+    let mut text = ValidationReportFormatter::default();
     let mut printed = Ok(());
     // Print rows as soon as they are measured, because a complete run takes minutes.
     let mut on_row = |row: &ValidationRow| {
@@ -150,12 +152,12 @@ pub fn validate(args: &ValidateArgs) -> Result<ExitStatus, ValidateError> {
     };
     let report = match ::validate::run(&options, &host, &stop, &mut on_row) {
         Ok(report) => report,
-        Err(ChildError::Interrupted) => return Ok(ExitStatus::Terminated),
+        Err(MeasurementError::Interrupted) => return Ok(ExitStatus::Terminated),
         Err(e) => return Err(e.into()),
     };
     printed?;
     if args.json {
-        let text = serde_json::to_string_pretty(&report).map_err(OutputError::from)?;
+        let text = serde_json::to_string_pretty(&report).map_err(CommandOutputError::from)?;
         print(&(text + "\n"))?;
     } else {
         print(&text.end(&report))?;
@@ -172,7 +174,7 @@ fn probe_host(pmu: &str, own: Option<&KvmPmuCapabilities>) -> Result<(HostProper
     let kvm = host::open()?;
     let facts = execution::facts(&kvm)?;
     let tsc_hz = host::tsc_hz(&kvm)?;
-    let probe = HostProbe::run();
+    let probe = HostPerfCapabilities::run();
     let stepping = execution::probe(&kvm)?.stepping;
     let refused = |policy| {
         backing::check_policy(policy, &probe)
@@ -180,17 +182,17 @@ fn probe_host(pmu: &str, own: Option<&KvmPmuCapabilities>) -> Result<(HostProper
             .map(|e| error_line(&e))
     };
     let vendor = HostPmuProperties::vendor(&mut cpuid::read_host);
-    let hardware = backing::backability(BackingPolicy::Hardware, &probe, vendor, vendor);
+    let hardware = backing::backability(CounterBackingPolicy::Hardware, &probe, vendor, vendor);
     let model = guest_pmu(pmu, own, &probe).unwrap_or_else(|| pmu.to_owned());
     let host = HostProperties {
         kvm: KvmSummary {
-            facts: serde_json::to_value(facts).map_err(OutputError::from)?,
+            facts: serde_json::to_value(facts).map_err(CommandOutputError::from)?,
             flavour: facts.flavour.to_string(),
         },
         guest_pmu: model,
         slots: fit::slots(&probe.counters),
         no_hardware: probe.no_slots_because.clone().filter(|_| !probe.hardware_pmu),
-        no_clock: refused(BackingPolicy::Clock),
+        no_clock: refused(CounterBackingPolicy::Clock),
         no_exact: backing::check_stepping(stepping, 1).err().map(|e| error_line(&e)),
         tsc_hz,
         steps_user: stepping.user,
@@ -201,19 +203,19 @@ fn probe_host(pmu: &str, own: Option<&KvmPmuCapabilities>) -> Result<(HostProper
 }
 
 /// Returns the description of the PMU that guests have on this host.
-fn guest_pmu(pmu: &str, own: Option<&KvmPmuCapabilities>, probe: &HostProbe) -> Option<String> {
+fn guest_pmu(pmu: &str, own: Option<&KvmPmuCapabilities>, probe: &HostPerfCapabilities) -> Option<String> {
     let name = pmu.parse::<PmuModelName>().ok()?;
     let model = match own {
         Some(own) => fit(
             own.model(name, None, None).ok()?,
             false,
-            BackingPolicy::Kvm,
+            CounterBackingPolicy::Kvm,
             Some(own),
             probe,
         ),
         None => {
             let model = PmuModel::resolve(name, None, None, &mut cpuid::read_host).ok()?;
-            fit(model, false, BackingPolicy::Auto, None, probe)
+            fit(model, false, CounterBackingPolicy::Auto, None, probe)
         }
     };
     Some(model.model.to_string())
@@ -226,7 +228,7 @@ fn guest_pmu(pmu: &str, own: Option<&KvmPmuCapabilities>, probe: &HostProbe) -> 
 /// model given by `--pmu`.
 fn own_pmu(args: &ValidateArgs) -> Result<KvmPmuCapabilities, ValidateError> {
     let kvm = host::open()?;
-    let probe = HostProbe::run();
+    let probe = HostPerfCapabilities::run();
     let own = backing::check_own(&kvm, &probe, RdpmcMode::Trap, None, None)?;
     let name: PmuModelName = args.pmu.parse()?;
     own.model(name, None, None)?;

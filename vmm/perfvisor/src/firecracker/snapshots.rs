@@ -37,7 +37,7 @@ struct SaveRequest {
 
 /// Error returned when the state file of a snapshot is rejected.
 #[derive(Debug, thiserror::Error)]
-pub enum StateFileError {
+pub enum SnapshotStateFileError {
     /// The state file cannot be read.
     #[error("it cannot be read")]
     Read(#[source] io::Error),
@@ -131,13 +131,15 @@ fn save(socket: &Path, request: &SaveRequest) -> Result<(), SnapshotCommandError
 
 /// Returns the device configuration in the state file at `path`, with the MAC addresses that the
 /// guest's network devices had when the state was saved.
-pub fn read_config(path: &Path) -> Result<VmConfig, StateFileError> {
-    let bytes = read_state(path).map_err(StateFileError::Read)?;
+pub fn read_config(path: &Path) -> Result<VmConfig, SnapshotStateFileError> {
+    let bytes = read_state(path).map_err(SnapshotStateFileError::Read)?;
     let machine = decode(&bytes)?;
     let config = optional_field(&bytes, CONFIG_FIELD)?;
     // A state file written by `perfvisor ctl` contains no device configuration.
     let config = config.map(serde_json::from_value).transpose();
-    let mut config: VmConfig = config.map_err(StateFileError::Config)?.unwrap_or_default();
+    let mut config: VmConfig = config
+        .map_err(SnapshotStateFileError::Config)?
+        .unwrap_or_default();
     for (n, interface) in config.network_interfaces.iter_mut().enumerate() {
         let name = format!("net{n}");
         let device = machine.devices.iter().find(|device| device.name == name);
@@ -160,8 +162,8 @@ pub fn format_version() -> String {
 }
 
 /// Returns the format version of the state file at `path`.
-pub fn describe(path: &Path) -> Result<String, StateFileError> {
-    match decode(&read_state(path).map_err(StateFileError::Read)?) {
+pub fn describe(path: &Path) -> Result<String, SnapshotStateFileError> {
+    match decode(&read_state(path).map_err(SnapshotStateFileError::Read)?) {
         Err(SnapshotFormatError::Version(version)) => Ok(format!("v{version}.0.0")),
         decoded => decoded.map(|_| format_version()).map_err(Into::into),
     }

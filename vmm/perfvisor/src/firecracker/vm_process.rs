@@ -53,7 +53,7 @@ pub struct VmProcess {
 }
 
 /// Descriptors of the VM's process that the event loop polls.
-pub struct ChildDescriptors {
+pub struct VmProcessDescriptors {
     /// Process descriptor, readable once the VM has exited.
     pub process: OwnedFd,
     /// Standard error of the VM's process.
@@ -64,7 +64,7 @@ pub struct ChildDescriptors {
 struct ChildVm {
     child: Child,
     /// Descriptors to poll; `None` while the event loop has taken them.
-    descriptors: Option<ChildDescriptors>,
+    descriptors: Option<VmProcessDescriptors>,
     client: Client,
     snapshots: Option<SnapshotWriter>,
 }
@@ -86,12 +86,12 @@ impl VmProcess {
 
     /// Takes the descriptors of a running VM, so that the caller can poll them while it uses
     /// `self`.
-    pub fn take_descriptors(&mut self) -> Option<ChildDescriptors> {
+    pub fn take_descriptors(&mut self) -> Option<VmProcessDescriptors> {
         self.child.as_mut()?.descriptors.take()
     }
 
     /// Puts back the descriptors taken by [`VmProcess::take_descriptors`].
-    pub fn put_descriptors(&mut self, descriptors: ChildDescriptors) {
+    pub fn put_descriptors(&mut self, descriptors: VmProcessDescriptors) {
         if let Some(vm) = &mut self.child {
             vm.descriptors = Some(descriptors);
         }
@@ -142,7 +142,7 @@ impl VmProcess {
     }
 
     /// Starts the process of the VM.
-    fn spawn(&self, options: &[String]) -> io::Result<(Child, ChildDescriptors)> {
+    fn spawn(&self, options: &[String]) -> io::Result<(Child, VmProcessDescriptors)> {
         let mut child = Command::new(&self.program)
             // `argv[0]` selects the command, because the program file may be named `firecracker`.
             .arg0("perfvisor")
@@ -153,7 +153,7 @@ impl VmProcess {
         let messages = child.stderr.take().ok_or(io::ErrorKind::BrokenPipe)?;
         fcntl_setfl(&messages, fcntl_getfl(&messages)? | OFlags::NONBLOCK)?;
         let process = pidfd_open(Pid::from_child(&child), PidfdFlags::empty())?;
-        Ok((child, ChildDescriptors { process, messages }))
+        Ok((child, VmProcessDescriptors { process, messages }))
     }
 
     fn running(&mut self) -> Result<&mut Client, String> {

@@ -3,22 +3,24 @@
 use std::io;
 use std::path::PathBuf;
 
-use perf_core::ConfigError;
-use sandbox::{CgroupError, FileAccessError, JailError, PidNamespaceError, SandboxError, ServiceStartError};
-use vpmu::ModelError;
-use vpmu::filter::FilterError;
+use perf_core::PerfCoreConfigError;
+use sandbox::{
+    CgroupError, FileAccessError, HelperProcessStartError, JailError, PidNamespaceError, SandboxError,
+};
+use vpmu::PmuModelError;
+use vpmu::filter::EventFilterFileError;
 
 use super::consoles::ConsolesError;
-use super::incoming::IncomingError;
+use super::incoming::IncomingMigrationError;
 use super::restore::RestoreFileError;
 use crate::background::DaemonError;
-use crate::devices::DeviceError;
-use control_api::socket_dir::SocketError;
+use crate::devices::DeviceOptionError;
+use control_api::socket_dir::ControlSocketError;
 use sandbox::privileges::PrivilegeError;
 use vmm::gdb::server::GdbError;
 use vmm::kvm::host::KvmHostError;
 use vmm::kvm::vpmu_probe::KvmVpmuModelError;
-use vmm::pmu::backing::BackingError;
+use vmm::pmu::backing::CounterBackingError;
 use vmm::pmu::branches::BranchRecordsError;
 use vmm::vm::VmError;
 use vmm::vm::restore::RestoreError;
@@ -29,12 +31,12 @@ pub enum RunError {
     #[error("{0}")]
     Start(&'static str, #[source] io::Error),
     #[error(transparent)]
-    Model(#[from] ModelError),
+    Model(#[from] PmuModelError),
     #[error("--pmu-filter {}", path.display())]
     Filter {
         path: PathBuf,
         #[source]
-        source: FilterError,
+        source: EventFilterFileError,
     },
     #[error("--operator-steps: requires --backing exact")]
     OperatorSteps,
@@ -43,7 +45,7 @@ pub enum RunError {
     #[error(transparent)]
     Host(#[from] KvmHostError),
     #[error(transparent)]
-    Backing(#[from] BackingError),
+    Backing(#[from] CounterBackingError),
     #[error(transparent)]
     BranchRecords(#[from] BranchRecordsError),
     #[error(transparent)]
@@ -60,7 +62,7 @@ pub enum RunError {
     )]
     Reserve { asked: usize, free: usize },
     #[error(transparent)]
-    Core(#[from] ConfigError),
+    Core(#[from] PerfCoreConfigError),
     #[error(transparent)]
     Console(#[from] ConsolesError),
     #[error(
@@ -70,11 +72,11 @@ pub enum RunError {
     #[error(transparent)]
     Gdb(#[from] GdbError),
     #[error(transparent)]
-    Name(#[from] SocketError),
+    Name(#[from] ControlSocketError),
     #[error("--observers")]
-    Observers(#[source] SocketError),
+    Observers(#[source] ControlSocketError),
     #[error(transparent)]
-    Device(#[from] DeviceError),
+    Device(#[from] DeviceOptionError),
     #[error(
         "--on-reset restart must read {} again, for which a running VM has no capabilities; make \
         the file readable for its owner or group, or use --on-reset exit",
@@ -88,19 +90,19 @@ pub enum RunError {
     #[error(transparent)]
     Restore(#[from] RestoreFileError),
     #[error(transparent)]
-    Incoming(#[from] IncomingError),
+    Incoming(#[from] IncomingMigrationError),
     #[error("--restore")]
     RestoredFilter(#[source] RestoreError),
     #[error("cannot start the process that reads the guest's kernel")]
-    KernelReader(#[from] ServiceStartError),
+    KernelReader(#[from] HelperProcessStartError),
     #[error("cannot start the process that connects to sockets")]
-    Broker(#[source] ServiceStartError),
+    Broker(#[source] HelperProcessStartError),
     #[error("cannot confine the process that connects to sockets")]
     Seal(#[source] io::Error),
     #[error("--jail {0}: the kernel refuses the limit; use at most the current hard limit (ulimit -H)")]
     Limit(&'static str, #[source] io::Error),
     #[error("cannot start the process that opens perf events")]
-    PerfBroker(#[source] ServiceStartError),
+    PerfBroker(#[source] HelperProcessStartError),
     #[error("--landlock on")]
     Files(#[source] FileAccessError),
     #[error("--jail")]

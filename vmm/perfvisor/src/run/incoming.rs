@@ -27,12 +27,12 @@ use control_api::migration::{
 use control_api::peer;
 use control_api::protocol::{VmInfo, VmState};
 use control_api::request;
-use control_api::socket_dir::{ControlSocket, SocketError};
+use control_api::socket_dir::{ControlSocket, ControlSocketError};
 use mmds::service::MetadataService;
 use operator::commands::snapshot::{self as source, SnapshotCommandError};
 use operator::signals::BlockedSignals;
 use perf_core::error_line;
-use perf_core::pmu::host::HostProbe;
+use perf_core::pmu::host::HostPerfCapabilities;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::process::{Pid, PidfdFlags, pidfd_open};
 use serde_json::Value;
@@ -62,9 +62,9 @@ const END_TIMEOUT: Timespec = Timespec {
 
 /// Error returned when a VM cannot be taken over.
 #[derive(Debug, thiserror::Error)]
-pub enum IncomingError {
+pub enum IncomingMigrationError {
     #[error("--incoming")]
-    Listen(#[from] SocketError),
+    Listen(#[from] ControlSocketError),
     #[error("--incoming {address}")]
     Accept {
         address: MigrationAddress,
@@ -166,15 +166,15 @@ fn report_absence(reported: Result<(), MigrationStreamError>) {
 }
 
 /// Checks that the command line has as many disks and network devices as a saved machine.
-fn check_devices(args: &RunArgs, saved: &SavedMachine) -> Result<(), IncomingError> {
+fn check_devices(args: &RunArgs, saved: &SavedMachine) -> Result<(), IncomingMigrationError> {
     let networks = saved_addresses(saved).count();
     if networks != args.net.len() {
-        return Err(IncomingError::Networks(args.net.len(), networks));
+        return Err(IncomingMigrationError::Networks(args.net.len(), networks));
     }
     let disks = saved.devices.iter().filter(|device| device.id == VIRTIO_BLOCK);
     let disks = disks.count();
     if disks != args.disk.len() {
-        return Err(IncomingError::Disks(args.disk.len(), disks));
+        return Err(IncomingMigrationError::Disks(args.disk.len(), disks));
     }
     Ok(())
 }
@@ -200,24 +200,29 @@ impl Incoming {
     /// Waits for a VM. Returns `None` without `--incoming`.
     ///
     /// # Errors
-    /// Returns an [`IncomingError`] if the socket cannot be created, or if the VM does not answer.
-    pub(super) fn wait(args: &RunArgs, requester: &Requester) -> Result<Option<Self>, IncomingError> {
+    /// Returns an [`IncomingMigrationError`] if the socket cannot be created, or if the VM does not
+    /// answer.
+    pub(super) fn wait(
+        args: &RunArgs,
+        requester: &Requester,
+    ) -> Result<Option<Self>, IncomingMigrationError> {
         let Some(address) = &args.incoming else {
             return Ok(None);
         };
         let path = match address {
             MigrationAddress::Unix(path) => path,
             MigrationAddress::Fd(number) => {
-                let socket = peer::inherited_stream(*number).map_err(|source| IncomingError::Inherited {
-                    number: *number,
-                    source,
-                })?;
+                let socket =
+                    peer::inherited_stream(*number).map_err(|source| IncomingMigrationError::Inherited {
+                        number: *number,
+                        source,
+                    })?;
                 log::info!("waiting for a VM at {address}");
                 let vm = IncomingStream::open(socket, 0, requester)?;
                 return Ok(Some(Self::Stream(Box::new(vm))));
             }
         };
-        let failed = |source| IncomingError::Accept {
+        let failed = |source| IncomingMigrationError::Accept {
             address: address.clone(),
             source,
         };
@@ -245,14 +250,14 @@ impl Incoming {
     /// arrival.
     ///
     /// # Errors
-    /// Returns an [`IncomingError`]. In this case the VM continues in the source process.
+    /// Returns an [`IncomingMigrationError`]. In this case the VM continues in the source process.
     pub(super) fn receive(
         self,
         args: &RunArgs,
         kvm: &Kvm,
-        probe: &HostProbe,
+        probe: &HostPerfCapabilities,
         signals: &BlockedSignals,
-    ) -> Result<(RunArgs, RestoredMachine, Arrival), IncomingError> {
+    ) -> Result<(RunArgs, RestoredMachine, Arrival), IncomingMigrationError> {
         let (mut restored, machine, arrival) = match self {
             Self::Local(vm) => vm.receive(args)?,
             Self::Stream(vm) => vm.receive(args, kvm, probe, signals)?,
@@ -271,7 +276,7 @@ impl Incoming {
 }
 
 impl LocalVm {
-    fn new(vm: UnixStream) -> Result<Self, IncomingError> {
+    fn new(vm: UnixStream) -> Result<Self, IncomingMigrationError> {
         let client = Client::over(vm)?;
         let pid = i32::try_from(client.info().pid).ok().and_then(Pid::from_raw);
         let process = pid.and_then(|pid| pidfd_open(pid, PidfdFlags::empty()).ok());
@@ -279,7 +284,7 @@ impl LocalVm {
     }
 
     /// Pauses the VM and receives its memory and state.
-    fn receive(self, args: &RunArgs) -> Result<(RunArgs, RestoredMachine, Arrival), IncomingError> {
+    fn receive(self, args: &RunArgs) -> Result<(RunArgs, RestoredMachine, Arrival), IncomingMigrationError> {
         let Self { mut client, process } = self;
         let stays_paused = client.info().state == VmState::Paused;
         let paused_at = Instant::now();
@@ -290,7 +295,7 @@ impl LocalVm {
                 return Ok(());
             }
             let read = ram.read_from(piece.offset, file, piece.bytes);
-            read.map_err(IncomingError::Memory)
+            read.map_err(IncomingMigrationError::Memory)
         })?;
         let state = snapshot::decode(&source::read_state(&mut client)?)?;
         let metadata = source::read_metadata(&mut client)?;
@@ -380,13 +385,13 @@ impl Arrival {
     /// in the source process.
     ///
     /// # Errors
-    /// Returns an [`IncomingError`]. In this case the VM continues in the source process.
+    /// Returns an [`IncomingMigrationError`]. In this case the VM continues in the source process.
     pub(super) fn take_over(
         self,
         running: &RunningVm,
         name: &str,
         requester: &Requester,
-    ) -> Result<(), IncomingError> {
+    ) -> Result<(), IncomingMigrationError> {
         match self {
             Self::Local(vm) => vm.take_over(running, name, requester),
             Self::Stream(mut vm) => {
@@ -409,9 +414,9 @@ impl LocalArrival {
         running: &RunningVm,
         name: &str,
         requester: &Requester,
-    ) -> Result<(), IncomingError> {
+    ) -> Result<(), IncomingMigrationError> {
         if requester.has_ended() {
-            return Err(IncomingError::Cancelled);
+            return Err(IncomingMigrationError::Cancelled);
         }
         match self.client.call(request::SnapshotEnd { stop: true }) {
             Ok(()) => {}

@@ -4,10 +4,10 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use perf_core::mux::MuxPolicy;
-use perf_core::pmu::host::HostProbe;
+use perf_core::pmu::host::HostPerfCapabilities;
 use vpmu::{
-    ArchEvent, ArchEventSet, BackingPolicy, EventFilter, EventSelect, EventSelection, HostPmuProperties,
-    PmiShare, PmuModel, UnitMask, Vendor,
+    ArchEvent, ArchEventSet, CounterBackingPolicy, EventFilter, EventSelect, EventSelection,
+    HostPmuProperties, PmiShare, PmuModel, UnitMask, Vendor,
 };
 
 use super::error::RunError;
@@ -49,7 +49,11 @@ struct BackedPmu {
 ///
 /// # Errors
 /// Returns [`RunError`] if an option is unsupported on this host.
-pub(super) fn build_config(args: &RunArgs, kvm: &Kvm, probe: &HostProbe) -> Result<VmConfig, RunError> {
+pub(super) fn build_config(
+    args: &RunArgs,
+    kvm: &Kvm,
+    probe: &HostPerfCapabilities,
+) -> Result<VmConfig, RunError> {
     let free = probe.slots();
     if args.reserve_counters > free.saturating_sub(1) {
         let asked = args.reserve_counters;
@@ -145,7 +149,7 @@ pub(super) fn build_config(args: &RunArgs, kvm: &Kvm, probe: &HostProbe) -> Resu
     })
 }
 
-fn backed(args: &RunArgs, kvm: &Kvm, probe: &HostProbe) -> Result<BackedPmu, RunError> {
+fn backed(args: &RunArgs, kvm: &Kvm, probe: &HostPerfCapabilities) -> Result<BackedPmu, RunError> {
     let policy = args.backing;
     let width = args.pmu_width.map(u32::from);
     let mut model = PmuModel::resolve(args.pmu, args.pmu_counters, width, &mut cpuid::read_host)?;
@@ -159,13 +163,13 @@ fn backed(args: &RunArgs, kvm: &Kvm, probe: &HostProbe) -> Result<BackedPmu, Run
             log::warn!("{line}");
         }
     }
-    if args.operator_steps && policy != BackingPolicy::Exact {
+    if args.operator_steps && policy != CounterBackingPolicy::Exact {
         return Err(RunError::OperatorSteps);
     }
-    if has_pmu && policy == BackingPolicy::Exact && args.gdb.is_some() {
+    if has_pmu && policy == CounterBackingPolicy::Exact && args.gdb.is_some() {
         return Err(RunError::GdbExact);
     }
-    let own = if has_pmu && policy == BackingPolicy::Kvm {
+    let own = if has_pmu && policy == CounterBackingPolicy::Kvm {
         let own = backing::check_own(kvm, probe, args.rdpmc, args.pmi_limit, args.pmi_share)?;
         model = own.model(args.pmu, args.pmu_counters, width)?;
         Some(own)
@@ -193,7 +197,7 @@ fn backed(args: &RunArgs, kvm: &Kvm, probe: &HostProbe) -> Result<BackedPmu, Run
         }
     }
     let stepping = execution::probe(kvm)?.stepping;
-    if has_pmu && policy == BackingPolicy::Exact {
+    if has_pmu && policy == CounterBackingPolicy::Exact {
         backing::check_stepping(stepping, args.cpus.max())?;
     }
     let backability = match own {
@@ -229,7 +233,7 @@ fn with_branch_records(
     stepping: SteppingSupport,
 ) -> Result<PmuModel, BranchRecordsError> {
     let has_breakpoints = args.rdpmc == RdpmcMode::Hwbp;
-    let with = if args.backing == BackingPolicy::Kvm {
+    let with = if args.backing == CounterBackingPolicy::Kvm {
         model
     } else {
         model.with_branch_records()
@@ -287,7 +291,7 @@ fn option_that_requires_pmu(args: &RunArgs) -> Option<&'static str> {
         ("--pmi-limit", args.pmi_limit.is_some()),
         ("--pmi-share", args.pmi_share.is_some()),
         ("--lbr", args.lbr.is_some() && !args.takes_saved_machine()),
-        ("--backing", args.backing != BackingPolicy::Auto),
+        ("--backing", args.backing != CounterBackingPolicy::Auto),
         ("--operator-steps", args.operator_steps),
         ("--rdpmc", !matches!(args.rdpmc, RdpmcMode::Auto | RdpmcMode::Off)),
     ]
@@ -297,14 +301,18 @@ fn option_that_requires_pmu(args: &RunArgs) -> Option<&'static str> {
 
 /// Returns `probe` with `reserved` fewer general-purpose counters. The omitted counters remain
 /// available for VM-wide events.
-fn without_reserved(probe: &HostProbe, reserved: usize) -> HostProbe {
+fn without_reserved(probe: &HostPerfCapabilities, reserved: usize) -> HostPerfCapabilities {
     let mut probe = probe.clone();
     probe.counters.general = probe.counters.general.saturating_sub(reserved);
     probe
 }
 
 /// Returns the multiplexing policy, and the rotation interval if it differs from the tick.
-fn turns(args: &RunArgs, kvm: &Kvm, probe: &HostProbe) -> Result<(MuxPolicy, Option<Duration>), RunError> {
+fn turns(
+    args: &RunArgs,
+    kvm: &Kvm,
+    probe: &HostPerfCapabilities,
+) -> Result<(MuxPolicy, Option<Duration>), RunError> {
     match (args.mux, args.mux_turn) {
         (MuxPolicyChoice::Fixed(MuxPolicy::Rotate), Some(_)) => Err(RunError::TurnOfRotate),
         (_, Some(turn)) => Ok((MuxPolicy::Adaptive, Some(turn))),
@@ -314,14 +322,19 @@ fn turns(args: &RunArgs, kvm: &Kvm, probe: &HostProbe) -> Result<(MuxPolicy, Opt
 
 /// Returns the command line words that describe the PMU to a built-in guest; empty for other
 /// guests.
-fn builtin_guest_args(args: &RunArgs, probe: &HostProbe, backed: &BackedPmu, filter: &EventFilter) -> String {
+fn builtin_guest_args(
+    args: &RunArgs,
+    probe: &HostPerfCapabilities,
+    backed: &BackedPmu,
+    filter: &EventFilter,
+) -> String {
     if args.kernel.is_some() || !backed.has_pmu {
         return String::new();
     }
     let has = |event| backed.backability.has(event);
     let by_clock = match args.backing {
-        BackingPolicy::Clock => true,
-        BackingPolicy::Auto => probe.slots() == 0,
+        CounterBackingPolicy::Clock => true,
+        CounterBackingPolicy::Auto => probe.slots() == 0,
         _ => false,
     };
     [
@@ -329,7 +342,7 @@ fn builtin_guest_args(args: &RunArgs, probe: &HostProbe, backed: &BackedPmu, fil
         // fail.
         (
             " no-user",
-            args.backing == BackingPolicy::Exact && !backed.stepping.user,
+            args.backing == CounterBackingPolicy::Exact && !backed.stepping.user,
         ),
         // With the clock backing, the guest's test compares cycles with the TSC frequency.
         (" clock", by_clock),
@@ -373,7 +386,7 @@ fn denied_event_words(vendor: Vendor, filter: &EventFilter) -> impl Iterator<Ite
 pub(super) fn restored_config(
     args: &RunArgs,
     kvm: &Kvm,
-    probe: &HostProbe,
+    probe: &HostPerfCapabilities,
     saved: Option<&SavedMachine>,
 ) -> Result<VmConfig, RunError> {
     let mut config = build_config(args, kvm, probe)?;

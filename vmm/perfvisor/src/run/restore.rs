@@ -4,9 +4,9 @@ use std::io;
 use std::path::{Path, PathBuf};
 
 use operator::snapshot_files::{self, OpenBaseError, open_memory, read_state};
-use snapshot::diff::{self, BaseChain, BaseSnapshotError, DiffError};
+use snapshot::diff::{self, BaseSnapshotError, SnapshotBaseChain, SnapshotDiffError};
 use snapshot::memory::{self, MemoryFileError};
-use snapshot::state::{SavedMachine, SavedMemory};
+use snapshot::state::{SavedMachine, SavedMemoryFile};
 use snapshot::{MEMORY_FILE, STATE_FILE, SnapshotFormatError};
 use virtio_devices::net::config::MacAddress;
 use vmm::vm::restore::{RestoredMachine, RestoredMemory};
@@ -49,7 +49,7 @@ pub enum RestoreFileError {
     Diff {
         path: PathBuf,
         #[source]
-        source: DiffError,
+        source: SnapshotDiffError,
     },
     #[error("--restore: the snapshot is a diff; give the directory of its base with --restore-base")]
     NoBase,
@@ -153,8 +153,8 @@ pub(super) fn with_own_addresses(mut saved: RestoredMachine, args: &RunArgs, vm:
 fn open_base(
     args: &RunArgs,
     dir: &Path,
-    memory: &SavedMemory,
-) -> Result<Option<BaseChain>, RestoreFileError> {
+    memory: &SavedMemoryFile,
+) -> Result<Option<SnapshotBaseChain>, RestoreFileError> {
     let bases = &args.restore_base;
     let diff = match (&memory.base, bases.first()) {
         (None, None) => return Ok(None),
@@ -169,7 +169,7 @@ fn open_base(
     diff::check_runs(diff, memory.bytes).map_err(failed)?;
     let chain = snapshot_files::open(dir, diff.state_crc, bases)?;
     if chain.memory_bytes() != memory.bytes {
-        return Err(failed(DiffError::OtherMachine));
+        return Err(failed(SnapshotDiffError::OtherMachine));
     }
     if args.restore_verify {
         chain.verify()?;

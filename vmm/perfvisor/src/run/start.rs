@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use operator::exit::ExitStatus;
 use operator::signals::BlockedSignals;
-use perf_core::pmu::host::{HostProbe, ignore_sigio};
+use perf_core::pmu::host::{HostPerfCapabilities, ignore_sigio};
 use sandbox::{PerfEventAccess, SandboxedThreadKind, SeccompTerminationActions, SocketBroker, privileges};
 use vmm::console::restore_terminal;
 use vmm::kvm::host::{self, Kvm};
@@ -90,7 +90,7 @@ impl Helpers {
 /// host.
 pub(super) struct HostSetup {
     pub(super) kvm: Kvm,
-    pub(super) probe: HostProbe,
+    pub(super) probe: HostPerfCapabilities,
     /// Slow KVM setup that runs on other threads; `None` for a jailed VM, which must have a single
     /// thread until it has entered the jail.
     pub(super) begun: Option<BackgroundKvmSetup>,
@@ -116,7 +116,7 @@ impl HostSetup {
         let begun = args.jail.is_none().then(BackgroundKvmSetup::now);
         // The probe runs with the capabilities that will be available for opening events later.
         // With more capabilities, it would find more events. The filters are compiled concurrently.
-        let (probe, sandbox) = privileges::with_perfmon_capability(HostProbe::run, || {
+        let (probe, sandbox) = privileges::with_perfmon_capability(HostPerfCapabilities::run, || {
             begin_sandbox(args, opener.counting(), log_file)
         });
         sandbox?;

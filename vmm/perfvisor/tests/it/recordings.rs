@@ -93,7 +93,7 @@ fn profile_of_the_spinning_guest(vm: &TestVm, chain_every: u32) {
     });
     let effective: f64 = sum * sum / squares;
     let mut symbols = Symbolizer::new(&profile, None, None);
-    let table = report::tables(&profile, &mut symbols, &report::ReportOptions::default()).remove(0);
+    let table = report::tables(&profile, &mut symbols, &report::ProfileReportOptions::default()).remove(0);
     let share = |name: &str| -> f64 {
         let rows = table
             .rows

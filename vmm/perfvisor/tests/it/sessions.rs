@@ -3,7 +3,7 @@
 use std::io::Cursor;
 
 use guest_profile::export::symbolize::{Symbolizer, complete_chains};
-use guest_profile::export::{EventRate, folded, perfdata, pprof, reader};
+use guest_profile::export::{EventSamplingRate, folded, perfdata, pprof, reader};
 use operator::session::{CountingSession, SamplingSession, connect_at};
 
 use crate::common::operator::TestVm;
@@ -29,7 +29,7 @@ fn counting_session_reads_growing_counts() {
 fn sampling_session_profile_is_written_in_all_formats() {
     let Some(vm) = TestVm::spinning(2) else { return };
     let client = connect_at(&vm.sockets().join("test.sock")).unwrap();
-    let mut session = SamplingSession::start(client, "cycles", EventRate::FrequencyHz(1000)).unwrap();
+    let mut session = SamplingSession::start(client, "cycles", EventSamplingRate::FrequencyHz(1000)).unwrap();
     eventually("two hundred samples", || {
         session.receive().unwrap();
         session.profile().len() >= 200

@@ -5,10 +5,11 @@ use std::os::unix::fs::FileExt as _;
 use std::path::Path;
 
 use snapshot::diff::{
-    BaseChain, BaseSnapshot, BaseSnapshotError, DiffError, DiffWriter, MAX_DIFFS, MAX_RUNS, check_runs,
+    BaseSnapshot, BaseSnapshotError, MAX_DIFFS, MAX_RUNS, SnapshotBaseChain, SnapshotDiffError,
+    SnapshotDiffWriter, check_runs,
 };
 use snapshot::memory::{CHUNK_BYTES, MemoryFileError, checksum};
-use snapshot::state::{SavedBase, SavedMachine, SavedMemory};
+use snapshot::state::{SavedDiffBase, SavedMachine, SavedMemoryFile};
 use snapshot::{decode, encode};
 
 const CHUNK: usize = 2 << 20;
@@ -19,7 +20,7 @@ const BYTES: usize = 2 * CHUNK + PAGE;
 /// Returns the state of a machine whose memory is `memory`.
 fn machine(memory: &[u8]) -> SavedMachine {
     SavedMachine {
-        memory: SavedMemory {
+        memory: SavedMemoryFile {
             bytes: memory.len() as u64,
             crcs: memory.chunks(CHUNK).map(checksum).collect(),
             base: None,
@@ -39,18 +40,18 @@ fn snapshot_of(name: &str, machine: &SavedMachine, file: File) -> BaseSnapshot {
 }
 
 /// Returns the base chain of a diff at the path `diff`, whose direct base is the last of `given`.
-fn chain(given: Vec<BaseSnapshot>) -> Result<BaseChain, BaseSnapshotError> {
+fn chain(given: Vec<BaseSnapshot>) -> Result<SnapshotBaseChain, BaseSnapshotError> {
     let need = given.last().unwrap().state_crc();
-    BaseChain::new(Path::new("diff"), need, given)
+    SnapshotBaseChain::new(Path::new("diff"), need, given)
 }
 
-fn base_of(memory: &[u8]) -> BaseChain {
+fn base_of(memory: &[u8]) -> SnapshotBaseChain {
     chain(vec![snapshot_of("full", &machine(memory), file_of(memory))]).unwrap()
 }
 
 /// Writes a diff, and returns its state, its file and the size of its ranges.
-fn diff_above(base: BaseChain, memory: &[u8]) -> (SavedMachine, File, u64) {
-    let mut writer = DiffWriter::new(base, memory.len() as u64).unwrap();
+fn diff_above(base: SnapshotBaseChain, memory: &[u8]) -> (SavedMachine, File, u64) {
+    let mut writer = SnapshotDiffWriter::new(base, memory.len() as u64).unwrap();
     let file = tempfile::tempfile().unwrap();
     file.set_len(memory.len() as u64).unwrap();
     for (n, chunk) in memory.chunks(CHUNK).enumerate() {
@@ -119,7 +120,7 @@ fn holes_of_the_base_are_skipped() {
     sparse.write_all_at(&[1], (CHUNK + PAGE) as u64).unwrap();
     let state = encode(&machine(&base)).unwrap();
     let opened = |file| chain(vec![BaseSnapshot::new(Path::new("full"), &state, file).unwrap()]).unwrap();
-    let mut writer = DiffWriter::new(opened(sparse), base.len() as u64).unwrap();
+    let mut writer = SnapshotDiffWriter::new(opened(sparse), base.len() as u64).unwrap();
     let zeros = vec![0; CHUNK];
     assert!(
         !writer.skip_hole(CHUNK_BYTES).unwrap(),
@@ -139,12 +140,12 @@ fn holes_of_the_base_are_skipped() {
         (vec![((CHUNK + PAGE) as u64, PAGE as u64)], PAGE as u64)
     );
 
-    let mut writer = DiffWriter::new(opened(file()), base.len() as u64).unwrap();
+    let mut writer = SnapshotDiffWriter::new(opened(file()), base.len() as u64).unwrap();
     assert!(writer.skip_hole(0).unwrap());
     let damaged = writer.skip_hole(CHUNK_BYTES);
     assert!(matches!(
         damaged,
-        Err(DiffError::Memory(MemoryFileError::Damaged {
+        Err(SnapshotDiffError::Memory(MemoryFileError::Damaged {
             start: CHUNK_BYTES,
             ..
         }))
@@ -153,7 +154,7 @@ fn holes_of_the_base_are_skipped() {
 
 #[test]
 fn impossible_ranges_are_refused() {
-    let check = |runs: Vec<(u64, u64)>| check_runs(&SavedBase { state_crc: 0, runs }, 1 << 20).is_ok();
+    let check = |runs: Vec<(u64, u64)>| check_runs(&SavedDiffBase { state_crc: 0, runs }, 1 << 20).is_ok();
     assert!(check(vec![]));
     assert!(check(vec![(0, 4096), (8192, (1 << 20) - 8192)]));
     for runs in [
@@ -170,12 +171,15 @@ fn impossible_ranges_are_refused() {
         assert!(!check(runs.clone()), "{runs:?}");
     }
     let runs = (0..=MAX_RUNS as u64).map(|n| (n * 8192, 4096)).collect();
-    let many = SavedBase { state_crc: 0, runs };
-    assert!(matches!(check_runs(&many, u64::MAX), Err(DiffError::Runs)));
+    let many = SavedDiffBase { state_crc: 0, runs };
+    assert!(matches!(
+        check_runs(&many, u64::MAX),
+        Err(SnapshotDiffError::Runs)
+    ));
 }
 
 /// Returns the error with which a base chain was rejected, and the directory that the error names.
-fn refused(chain: Result<BaseChain, BaseSnapshotError>) -> (String, DiffError) {
+fn refused(chain: Result<SnapshotBaseChain, BaseSnapshotError>) -> (String, SnapshotDiffError) {
     let error = chain.unwrap_err();
     (error.path.to_str().unwrap().to_owned(), error.source)
 }
@@ -186,27 +190,27 @@ fn other_base_is_refused() {
     let (diff, file, _) = diff_of(&one, &two);
     let need = diff.memory.base.as_ref().unwrap().state_crc;
     let full = |memory: &[u8]| snapshot_of("full", &machine(memory), file_of(memory));
-    let find = |given| BaseChain::new(Path::new("diff"), need, given);
+    let find = |given| SnapshotBaseChain::new(Path::new("diff"), need, given);
     find(vec![full(&one)]).unwrap();
     assert!(matches!(
         refused(find(vec![full(&two)])),
-        (name, DiffError::OtherBase { .. }) if name == "full"
+        (name, SnapshotDiffError::OtherBase { .. }) if name == "full"
     ));
     assert!(matches!(
         refused(find(Vec::new())),
-        (name, DiffError::MissingBase(crc)) if name == "diff" && crc == need
+        (name, SnapshotDiffError::MissingBase(crc)) if name == "diff" && crc == need
     ));
     assert!(matches!(
         refused(find(vec![full(&two), full(&one)])),
-        (name, DiffError::Unneeded) if name == "full"
+        (name, SnapshotDiffError::Unneeded) if name == "full"
     ));
     let alone = chain(vec![snapshot_of("upper", &diff, file)]);
     assert!(matches!(
         refused(alone),
-        (name, DiffError::MissingBase(crc)) if name == "upper" && crc == need
+        (name, SnapshotDiffError::MissingBase(crc)) if name == "upper" && crc == need
     ));
-    let smaller = DiffWriter::new(base_of(&one), CHUNK_BYTES);
-    assert!(matches!(smaller, Err(DiffError::OtherMachine)));
+    let smaller = SnapshotDiffWriter::new(base_of(&one), CHUNK_BYTES);
+    assert!(matches!(smaller, Err(SnapshotDiffError::OtherMachine)));
 }
 
 /// Each page is read from the highest diff that contains it. The bases of a diff are found in any
@@ -230,7 +234,7 @@ fn diff_of_a_diff_contains_what_differs_from_it() {
     assert_eq!(saved.runs, [(2 * page, page), (CHUNK_BYTES + page, page)]);
 
     let open = || {
-        BaseChain::new(
+        SnapshotBaseChain::new(
             Path::new("upper"),
             saved.state_crc,
             vec![open_full(), open_lower()],
@@ -248,7 +252,7 @@ fn diff_of_a_diff_contains_what_differs_from_it() {
     assert_eq!(damaged.path, Path::new("lower"));
     assert!(matches!(
         damaged.source,
-        DiffError::Memory(MemoryFileError::Damaged { start: 0, .. })
+        SnapshotDiffError::Memory(MemoryFileError::Damaged { start: 0, .. })
     ));
 }
 
@@ -261,7 +265,7 @@ fn number_of_diffs_is_limited() {
             let state = encode(states.last().unwrap()).unwrap();
             let crc = u32::from_le_bytes(*state.last_chunk().unwrap());
             let mut diff = machine(&memory);
-            diff.memory.base = Some(SavedBase {
+            diff.memory.base = Some(SavedDiffBase {
                 state_crc: crc,
                 runs: Vec::new(),
             });
@@ -273,19 +277,22 @@ fn number_of_diffs_is_limited() {
         chain(opened.collect())
     };
     given(MAX_DIFFS - 1).unwrap();
-    assert!(matches!(refused(given(MAX_DIFFS)), (_, DiffError::TooManyDiffs)));
+    assert!(matches!(
+        refused(given(MAX_DIFFS)),
+        (_, SnapshotDiffError::TooManyDiffs)
+    ));
 }
 
-/// [`DiffWriter`] rejects chunks in the wrong order or of the wrong size, which an untrusted VM may
-/// send.
+/// [`SnapshotDiffWriter`] rejects chunks in the wrong order or of the wrong size, which an
+/// untrusted VM may send.
 #[test]
 fn memory_out_of_order_is_refused() {
     let memory = vec![1; BYTES];
-    let mut writer = DiffWriter::new(base_of(&memory), BYTES as u64).unwrap();
+    let mut writer = SnapshotDiffWriter::new(base_of(&memory), BYTES as u64).unwrap();
     for (offset, len) in [(CHUNK_BYTES, CHUNK), (0, PAGE), (u64::MAX, 1), (0, 0)] {
         let refused = writer.compare(offset, &vec![1; len]);
-        assert!(matches!(refused, Err(DiffError::Order)), "{offset} {len}");
+        assert!(matches!(refused, Err(SnapshotDiffError::Order)), "{offset} {len}");
     }
     let state = encode(&machine(&memory)).unwrap();
-    assert!(matches!(writer.finish(&state), Err(DiffError::Order)));
+    assert!(matches!(writer.finish(&state), Err(SnapshotDiffError::Order)));
 }

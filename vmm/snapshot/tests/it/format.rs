@@ -2,7 +2,9 @@
 
 use proptest::prelude::*;
 use snapshot::format::{MAX_STATE_BYTES, frame, optional_field, with_optional_field};
-use snapshot::state::{SavedBase, SavedDevice, SavedMachine, SavedPmi, SavedQueue, SavedRdpmc, SavedVcpu};
+use snapshot::state::{
+    SavedDevice, SavedDiffBase, SavedInServicePmi, SavedMachine, SavedQueue, SavedRdpmc, SavedVcpu,
+};
 use snapshot::{Base64Bytes, SnapshotFormatError, decode, encode};
 
 /// State file of format version 1, written by the version of Perfvisor that introduced this format.
@@ -35,7 +37,7 @@ fn machine() -> SavedMachine {
         msrs: vec![(0x10, u64::MAX), (0xC000_0080, 0x501)],
         ..SavedVcpu::default()
     };
-    vcpu.pmu.handled_pmi = SavedPmi::Vector(0x45);
+    vcpu.pmu.handled_pmi = SavedInServicePmi::Vector(0x45);
     vcpu.pmu.last_rdpmc = Some(SavedRdpmc {
         at: 0xffff_ffff_8100_0000,
         behind: 0xffff_ffff_8100_0002,
@@ -82,7 +84,7 @@ fn golden_file_of_version_1_is_read() {
 #[test]
 fn golden_diff_of_version_1_is_read() {
     let mut machine = machine();
-    machine.memory.base = Some(SavedBase {
+    machine.memory.base = Some(SavedDiffBase {
         state_crc: 0xDEAD_BEEF,
         runs: vec![(0, 4096), (1 << 20, 8192)],
     });

@@ -3,7 +3,7 @@
 use std::os::unix::fs::FileExt as _;
 
 use snapshot::memory::{CHUNK_BYTES, MemoryFileError, check_size, checksum, verify};
-use snapshot::state::SavedMemory;
+use snapshot::state::SavedMemoryFile;
 
 #[test]
 fn damage_is_found_by_its_chunk() {
@@ -15,7 +15,7 @@ fn damage_is_found_by_its_chunk() {
     let first = checksum(&chunk);
     let last = checksum(&chunk[..4096]);
     chunk[100..105].copy_from_slice(b"guest");
-    let memory = SavedMemory {
+    let memory = SavedMemoryFile {
         bytes,
         crcs: vec![first, checksum(&chunk), last],
         base: None,
@@ -40,7 +40,7 @@ fn damage_is_found_by_its_chunk() {
         Err(MemoryFileError::Length { .. })
     ));
     file.set_len(bytes).unwrap();
-    let fewer = SavedMemory {
+    let fewer = SavedMemoryFile {
         crcs: vec![first],
         ..memory
     };

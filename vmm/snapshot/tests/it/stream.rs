@@ -6,7 +6,7 @@ use proptest::prelude::*;
 use snapshot::format::MAX_STATE_BYTES;
 use snapshot::stream::{
     MAX_PAGES_BYTES, MigrationDestination, MigrationHello, MigrationMessageReader, MigrationStreamError,
-    PREAMBLE, StreamMessage, read_preamble, send,
+    MigrationStreamMessage, PREAMBLE, read_preamble, send,
 };
 
 const MEMORY: u64 = 16 << 20;
@@ -17,7 +17,7 @@ fn reader(bytes: &[u8]) -> MigrationMessageReader<Cursor<&[u8]>> {
     reader
 }
 
-fn sent(message: &StreamMessage<'_>) -> Vec<u8> {
+fn sent(message: &MigrationStreamMessage<'_>) -> Vec<u8> {
     let mut bytes = Vec::new();
     send(&mut bytes, message).unwrap();
     bytes
@@ -33,8 +33,8 @@ fn frame(kind: u32, payload: &[u8]) -> Vec<u8> {
     bytes
 }
 
-fn hello() -> StreamMessage<'static> {
-    StreamMessage::Hello(MigrationHello {
+fn hello() -> MigrationStreamMessage<'static> {
+    MigrationStreamMessage::Hello(MigrationHello {
         name: "web".to_owned(),
         pid: 7,
         boot_id: "a".to_owned(),
@@ -47,27 +47,27 @@ fn messages_survive_the_stream() {
     let page = [7; 4096];
     let messages = [
         hello(),
-        StreamMessage::Machine(b"machine"),
-        StreamMessage::Pages {
+        MigrationStreamMessage::Machine(b"machine"),
+        MigrationStreamMessage::Pages {
             offset: MEMORY - 4096,
             data: &page,
         },
-        StreamMessage::Zeros {
+        MigrationStreamMessage::Zeros {
             offset: 4096,
             bytes: 8192,
         },
-        StreamMessage::RoundEnd,
-        StreamMessage::State(b"state"),
-        StreamMessage::Run { paused: true },
-        StreamMessage::Run { paused: false },
-        StreamMessage::Accepted,
-        StreamMessage::Received,
-        StreamMessage::Ready,
-        StreamMessage::Running(MigrationDestination {
+        MigrationStreamMessage::RoundEnd,
+        MigrationStreamMessage::State(b"state"),
+        MigrationStreamMessage::Run { paused: true },
+        MigrationStreamMessage::Run { paused: false },
+        MigrationStreamMessage::Accepted,
+        MigrationStreamMessage::Received,
+        MigrationStreamMessage::Ready,
+        MigrationStreamMessage::Running(MigrationDestination {
             name: "b".to_owned(),
             pid: 9,
         }),
-        StreamMessage::Failed("no".to_owned()),
+        MigrationStreamMessage::Failed("no".to_owned()),
     ];
     let bytes: Vec<u8> = messages.iter().flat_map(sent).collect();
     let mut reader = reader(&bytes);
@@ -140,7 +140,7 @@ fn impossible_frames_are_rejected() {
         Err(MigrationStreamError::Text(_))
     ));
     // Memory must be rejected before its size is known.
-    let pages = sent(&StreamMessage::Zeros {
+    let pages = sent(&MigrationStreamMessage::Zeros {
         offset: 0,
         bytes: 4096,
     });
@@ -148,7 +148,7 @@ fn impossible_frames_are_rejected() {
     assert!(
         send(
             &mut Vec::new(),
-            &StreamMessage::State(&vec![0; MAX_STATE_BYTES + 1])
+            &MigrationStreamMessage::State(&vec![0; MAX_STATE_BYTES + 1])
         )
         .is_err()
     );
@@ -157,8 +157,8 @@ fn impossible_frames_are_rejected() {
 #[test]
 fn long_reasons_are_cut() {
     let why = "ä".repeat(4096);
-    let bytes = sent(&StreamMessage::Failed(why.clone()));
-    let StreamMessage::Failed(received) = reader(&bytes).receive().unwrap() else {
+    let bytes = sent(&MigrationStreamMessage::Failed(why.clone()));
+    let MigrationStreamMessage::Failed(received) = reader(&bytes).receive().unwrap() else {
         panic!("another message");
     };
     assert!(why.starts_with(&received) && received.len() == 4096);
@@ -181,7 +181,7 @@ proptest! {
     #[test]
     fn damage_is_detected(at in 0usize..4116 * 8) {
         let page = [7; 4096];
-        let mut bytes = sent(&StreamMessage::Pages { offset: 8192, data: &page });
+        let mut bytes = sent(&MigrationStreamMessage::Pages { offset: 8192, data: &page });
         prop_assert_eq!(bytes.len() * 8, 4116 * 8);
         bytes[at / 8] ^= 1 << (at % 8);
         prop_assert!(reader(&bytes).receive().is_err());
@@ -193,7 +193,7 @@ proptest! {
         let page = [7; 4096];
         let first = sent(&hello());
         let mut bytes = first.clone();
-        bytes.extend(sent(&StreamMessage::Pages { offset: 8192, data: &page }));
+        bytes.extend(sent(&MigrationStreamMessage::Pages { offset: 8192, data: &page }));
         let keep = keep.min(bytes.len());
         let mut reader = reader(&bytes[..keep]);
         prop_assert_eq!(reader.receive().is_ok(), keep >= first.len());
@@ -206,8 +206,8 @@ proptest! {
     #[test]
     fn arbitrary_frames_do_not_panic(kind in 0u32..24, payload in prop::collection::vec(any::<u8>(), 0..9000)) {
         match reader(&frame(kind, &payload)).receive() {
-            Ok(StreamMessage::Pages { offset, data }) => prop_assert!(offset + data.len() as u64 <= MEMORY),
-            Ok(StreamMessage::Zeros { offset, bytes }) => prop_assert!(offset + bytes <= MEMORY),
+            Ok(MigrationStreamMessage::Pages { offset, data }) => prop_assert!(offset + data.len() as u64 <= MEMORY),
+            Ok(MigrationStreamMessage::Zeros { offset, bytes }) => prop_assert!(offset + bytes <= MEMORY),
             _ => {}
         }
     }

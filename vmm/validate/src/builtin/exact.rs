@@ -4,10 +4,10 @@
 use vpmu::ArchEvent;
 
 use super::{Builtin, GuestCounterId, OS, USR, judged, known, selector, unbacked};
-use crate::child::ChildError;
+use crate::child::MeasurementError;
 use crate::guest::{MeasurementJob, MeasuringGuest};
-use crate::judge::{Expectation, Tolerance};
-use crate::report::{CheckKind, KNOWN, RowCollector, ValidationRow};
+use crate::judge::{ExpectedCount, Tolerance};
+use crate::report::{KNOWN, ValidationCheckKind, ValidationRow, ValidationRowCollector};
 
 /// Number of loop iterations, which correspond to a few thousand steps.
 const ROUNDS: u64 = 1000;
@@ -15,9 +15,14 @@ const EXACT: &str = "exact";
 const COUNTER: GuestCounterId = GuestCounterId::General(0);
 
 impl Builtin<'_> {
-    pub(super) fn exact(&self, rows: &mut RowCollector<'_>) -> Result<(), ChildError> {
+    pub(super) fn exact(&self, rows: &mut ValidationRowCollector<'_>) -> Result<(), MeasurementError> {
         if let Some(why) = &self.host.no_exact {
-            let row = ValidationRow::new(CheckKind::Counting, "instructions, branches", EXACT, "-");
+            let row = ValidationRow::new(
+                ValidationCheckKind::Counting,
+                "instructions, branches",
+                EXACT,
+                "-",
+            );
             rows.push(row.unsupported(why.clone()));
             return Ok(());
         }
@@ -28,7 +33,11 @@ impl Builtin<'_> {
 
     /// Measures every event over loops of known length at CPL 0, and instructions and branches at
     /// CPL 3.
-    fn exact_rows(&self, guest: &mut MeasuringGuest, rows: &mut RowCollector<'_>) -> Result<(), ChildError> {
+    fn exact_rows(
+        &self,
+        guest: &mut MeasuringGuest,
+        rows: &mut ValidationRowCollector<'_>,
+    ) -> Result<(), MeasurementError> {
         let amd = guest.hello.amd;
         for event in ArchEvent::ALL {
             let Some(select) = selector(event, amd) else {
@@ -43,14 +52,14 @@ impl Builtin<'_> {
             };
             for work in ["busy", "chase"] {
                 let name = format!("{work}, CPL0");
-                let row = ValidationRow::new(CheckKind::Counting, event.name(), EXACT, name);
+                let row = ValidationRow::new(ValidationCheckKind::Counting, event.name(), EXACT, name);
                 let job = MeasurementJob::new(work, ROUNDS).counter(select | OS);
                 let Some(value) = known(counted_as, work, ROUNDS) else {
                     let why = "not a property of instructions, which is what stepping sees";
                     rows.push(unbacked(guest, row, &job, why)?);
                     break;
                 };
-                let expected = Expectation::new(value, Tolerance::Exact);
+                let expected = ExpectedCount::new(value, Tolerance::Exact);
                 let outcome = guest.measure(&job, None)?;
                 rows.push(judged(row, &outcome, 0, COUNTER, expected, KNOWN));
             }
@@ -60,7 +69,7 @@ impl Builtin<'_> {
                 continue;
             };
             let name = format!("{}:u", event.name());
-            let row = ValidationRow::new(CheckKind::Counting, name, EXACT, "busy, CPL3");
+            let row = ValidationRow::new(ValidationCheckKind::Counting, name, EXACT, "busy, CPL3");
             let job = MeasurementJob::new("busy", ROUNDS).at(3).counter(select | USR);
             if !self.host.steps_user {
                 let why = "this KVM cannot single-step CPL 3";
@@ -74,7 +83,7 @@ impl Builtin<'_> {
             } else {
                 1
             };
-            let expected = Expectation::new(all - around, Tolerance::Exact);
+            let expected = ExpectedCount::new(all - around, Tolerance::Exact);
             let outcome = guest.measure(&job, None)?;
             rows.push(judged(row, &outcome, 0, COUNTER, expected, KNOWN));
         }

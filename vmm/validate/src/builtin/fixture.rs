@@ -2,7 +2,7 @@
 
 use control_api::protocol::{GuestCounter, VcpuView};
 
-use crate::guest::{CpuResult, Measurement};
+use crate::guest::{GuestCpuResult, Measurement};
 use crate::procfs::ThreadAccounting;
 
 /// Returns a stopped counter with the value `value` that ran for half of its enabled time.
@@ -31,7 +31,7 @@ pub(super) fn outcome(counts: &[u64]) -> Measurement {
     let names = (0..counts.len()).map(|n| format!("gp{n}"));
     let after = names.zip(counts).map(|(name, count)| counter(&name, *count));
     Measurement {
-        cpus: vec![CpuResult {
+        cpus: vec![GuestCpuResult {
             tsc: 3_000_000,
             c: counts.to_vec(),
             f: Vec::new(),

@@ -10,11 +10,11 @@ mod time;
 pub(crate) use sampling::share;
 use vpmu::ArchEvent;
 
-use super::child::ChildError;
+use super::child::MeasurementError;
 use super::guest::{Measurement, MeasurementJob, MeasuringGuest, OS, USR};
-use super::judge::{CountComparison, Expectation, Tolerance, Verdict, judge_unbacked};
-use super::report::{CheckKind, RowCollector, ValidationRow};
-use crate::host::StopCallback;
+use super::judge::{CountComparison, ExpectedCount, Tolerance, Verdict, judge_unbacked};
+use super::report::{ValidationCheckKind, ValidationRow, ValidationRowCollector};
+use crate::host::StopRequestedCheck;
 use crate::host::{HostProperties, ValidateOptions};
 use crate::judge::whole;
 
@@ -33,19 +33,24 @@ const AROUND: u64 = 5;
 pub(super) struct Builtin<'a> {
     pub options: &'a ValidateOptions,
     pub host: &'a HostProperties,
-    pub signals: &'a StopCallback,
+    pub signals: &'a StopRequestedCheck,
 }
 
 impl Builtin<'_> {
     /// Runs all measurements with the built-in guest, and adds their rows to `rows`.
-    pub(super) fn rows(&self, rows: &mut RowCollector<'_>) -> Result<(), ChildError> {
+    pub(super) fn rows(&self, rows: &mut ValidationRowCollector<'_>) -> Result<(), MeasurementError> {
         if self.options.own_pmu {
             return self.backed_by("kvm", rows);
         }
         if let Some(why) = &self.host.no_hardware {
             rows.push(
-                ValidationRow::new(CheckKind::Counting, "all hardware events", "hardware", "-")
-                    .unsupported(why.clone()),
+                ValidationRow::new(
+                    ValidationCheckKind::Counting,
+                    "all hardware events",
+                    "hardware",
+                    "-",
+                )
+                .unsupported(why.clone()),
             );
         } else {
             self.backed_by("hardware", rows)?;
@@ -53,7 +58,7 @@ impl Builtin<'_> {
         match &self.host.no_clock {
             Some(why) => {
                 rows.push(
-                    ValidationRow::new(CheckKind::Counting, "cycles, ref-cycles", "clock", "-")
+                    ValidationRow::new(ValidationCheckKind::Counting, "cycles, ref-cycles", "clock", "-")
                         .unsupported(why.clone()),
                 );
             }
@@ -64,12 +69,16 @@ impl Builtin<'_> {
 
     /// Runs the measurements with `backing`. Measures the paravirtual events only with the clock
     /// backing, or with another one on a host without it.
-    fn backed_by(&self, backing: &'static str, rows: &mut RowCollector<'_>) -> Result<(), ChildError> {
+    fn backed_by(
+        &self,
+        backing: &'static str,
+        rows: &mut ValidationRowCollector<'_>,
+    ) -> Result<(), MeasurementError> {
         let mut guest = self.start(backing, "1")?;
         self.time_rows(&mut guest, backing, rows)?;
         if backing == "kvm" {
             rows.push(
-                ValidationRow::new(CheckKind::Counting, "paravirtual events", backing, "-")
+                ValidationRow::new(ValidationCheckKind::Counting, "paravirtual events", backing, "-")
                     .unsupported("KVM's own vPMU has none"),
             );
         } else if backing == "clock" || self.host.no_clock.is_some() {
@@ -78,7 +87,7 @@ impl Builtin<'_> {
         self.multiplexing_rows(&mut guest, backing, rows)?;
         if backing == "kvm" {
             rows.push(
-                ValidationRow::new(CheckKind::Contention, "cycles", backing, "--share").unsupported(
+                ValidationRow::new(ValidationCheckKind::Contention, "cycles", backing, "--share").unsupported(
                     "the counters of KVM's own vPMU are the host kernel's events, which take no part in --share",
                 ),
             );
@@ -92,7 +101,7 @@ impl Builtin<'_> {
         guest.end()
     }
 
-    fn start(&self, backing: &str, cpus: &str) -> Result<MeasuringGuest, ChildError> {
+    fn start(&self, backing: &str, cpus: &str) -> Result<MeasuringGuest, MeasurementError> {
         log::info!("built-in guest, {cpus} CPUs, backing {backing}");
         let arguments = ["--pmu", &self.options.pmu, "--backing", backing, "--cpus", cpus];
         let mut guest = MeasuringGuest::start(&arguments, self.signals)?;
@@ -115,7 +124,7 @@ impl Builtin<'_> {
         work: &'static str,
         cpl: u32,
         ms: u64,
-    ) -> Result<u64, ChildError> {
+    ) -> Result<u64, MeasurementError> {
         let known = guest.pace.get(&(work, cpl)).copied();
         let per_ms = match known {
             Some(per_ms) => per_ms,
@@ -145,7 +154,12 @@ pub(crate) fn on_host_pmu(backing: &str) -> bool {
 }
 
 /// Returns the number of units of `work` that the guest does per millisecond of CPU time.
-fn pace(guest: &mut MeasuringGuest, work: &'static str, cpl: u32, tsc_hz: u64) -> Result<f64, ChildError> {
+fn pace(
+    guest: &mut MeasuringGuest,
+    work: &'static str,
+    cpl: u32,
+    tsc_hz: u64,
+) -> Result<f64, MeasurementError> {
     let mut n = 500;
     loop {
         let outcome = guest.measure(&MeasurementJob::new(work, n).at(cpl), None)?;
@@ -190,7 +204,7 @@ fn evidence(
     outcome: &Measurement,
     cpu: usize,
     counter: GuestCounterId,
-    expected: Option<Expectation>,
+    expected: Option<ExpectedCount>,
 ) -> CountComparison {
     let seen = outcome.cpus.get(cpu);
     let guest = seen.and_then(|seen| match counter {
@@ -201,7 +215,7 @@ fn evidence(
         guest,
         host: outcome
             .host(cpu, &counter.name())
-            .map(|counter| Expectation::new(counter.value, Tolerance::Exact)),
+            .map(|counter| ExpectedCount::new(counter.value, Tolerance::Exact)),
         expected,
     }
 }
@@ -213,7 +227,7 @@ fn judged(
     outcome: &Measurement,
     cpu: usize,
     counter: GuestCounterId,
-    expected: Expectation,
+    expected: ExpectedCount,
     basis: &'static str,
 ) -> ValidationRow {
     let row = row.judged(&evidence(outcome, cpu, counter, Some(expected)), basis);
@@ -229,7 +243,7 @@ fn unbacked(
     row: ValidationRow,
     job: &MeasurementJob,
     why: &str,
-) -> Result<ValidationRow, ChildError> {
+) -> Result<ValidationRow, MeasurementError> {
     let outcome = guest.measure(job, None)?;
     let count = outcome.cpus.first().and_then(|cpu| cpu.c.first()).copied();
     let backing = outcome.host(0, "gp0").and_then(|counter| counter.backing.clone());
@@ -307,7 +321,7 @@ mod tests {
     use super::fixture::{counter, outcome};
     use super::*;
     use vpmu::Vendor;
-    use vpmu::events::{EventSelect, GuestEvent, UnitMask, decode};
+    use vpmu::events::{DecodedCounterEvent, EventSelect, UnitMask, decode};
 
     /// The selectors equal the encodings of the same events in the virtual PMU.
     #[test]
@@ -321,7 +335,7 @@ mod tests {
                 let umask = UnitMask((bits >> 8) as u8);
                 assert_eq!(
                     decode(vendor, select, umask),
-                    GuestEvent::Architectural(event),
+                    DecodedCounterEvent::Architectural(event),
                     "{event:?}"
                 );
             }
@@ -339,11 +353,11 @@ mod tests {
     /// expectation.
     #[test]
     fn guest_count_must_equal_host_count() {
-        let exactly = |value| Expectation::new(value, Tolerance::Exact);
+        let exactly = |value| ExpectedCount::new(value, Tolerance::Exact);
         let verdict = |guest: u64, host: u64, expected: u64| {
             let mut seen = outcome(&[guest]);
             seen.after[0].counters = vec![counter("gp0", host)];
-            let row = ValidationRow::new(CheckKind::Counting, "instructions", "exact", "busy");
+            let row = ValidationRow::new(ValidationCheckKind::Counting, "instructions", "exact", "busy");
             let index = GuestCounterId::General(0);
             judged(row, &seen, 0, index, exactly(expected), "counted by hand")
         };
@@ -357,7 +371,7 @@ mod tests {
     /// A missing CPU or counter in the guest's result is a failure.
     #[test]
     fn missing_guest_count_fails() {
-        let expected = Some(Expectation::new(0, Tolerance::AtLeast));
+        let expected = Some(ExpectedCount::new(0, Tolerance::AtLeast));
         let seen = outcome(&[1]);
         for (cpu, counter) in [
             (0, GuestCounterId::General(1)),

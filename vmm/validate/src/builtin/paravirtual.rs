@@ -5,11 +5,11 @@ use vpmu::events::paravirtual_select;
 use vpmu::{ParavirtualEvent, Vendor};
 
 use super::{BOTH, Builtin, GuestCounterId, judged};
-use crate::child::ChildError;
-use crate::guest::{Measurement, MeasurementJob, MeasuringGuest, OperatorEvents};
-use crate::judge::{Expectation, Tolerance};
+use crate::child::MeasurementError;
+use crate::guest::{Measurement, MeasurementJob, MeasuringGuest, OperatorEventConfig};
+use crate::judge::{ExpectedCount, Tolerance};
 use crate::measure::measure_row;
-use crate::report::{CheckKind, RowCollector, ValidationRow};
+use crate::report::{ValidationCheckKind, ValidationRow, ValidationRowCollector};
 
 /// Number of repetitions of the work that provokes an event.
 const TIMES: u64 = 200;
@@ -30,12 +30,17 @@ const UNCOUNTED: Tolerance = Tolerance::Percent(5.0);
 const THRESHOLD: u64 = 1 << 24;
 
 /// Returns the expected count of a paravirtual event over the work that provokes it.
-fn expectation(event: ParavirtualEvent, n: u64, outcome: &Measurement) -> (Expectation, &'static str) {
+fn expectation(event: ParavirtualEvent, n: u64, outcome: &Measurement) -> (ExpectedCount, &'static str) {
     use ParavirtualEvent::*;
     let facts = outcome.facts.first().copied().unwrap_or_default();
-    let known = |value, tolerance| (Expectation::new(value, tolerance), "as often as the guest did it");
+    let known = |value, tolerance| {
+        (
+            ExpectedCount::new(value, tolerance),
+            "as often as the guest did it",
+        )
+    };
     let account = "the host kernel's account of the vCPU's thread";
-    let kernel = |value, tolerance| (Expectation::new(value, tolerance), account);
+    let kernel = |value, tolerance| (ExpectedCount::new(value, tolerance), account);
     match event {
         VmExits => known(n, Tolerance::AtLeast),
         IoExits | MmioExits | Halts => known(n, Tolerance::Exact),
@@ -79,8 +84,8 @@ impl Builtin<'_> {
     pub(super) fn paravirtual_rows(
         &self,
         guest: &mut MeasuringGuest,
-        rows: &mut RowCollector<'_>,
-    ) -> Result<(), ChildError> {
+        rows: &mut ValidationRowCollector<'_>,
+    ) -> Result<(), MeasurementError> {
         let vendor = if guest.hello.amd {
             Vendor::Amd
         } else {
@@ -98,7 +103,8 @@ impl Builtin<'_> {
             let selector = select | u64::from(event.umask().0) << 8 | BOTH;
             let job = MeasurementJob::new(work, n).at(cpl).counter(selector);
             rows.push(measure_row(|| {
-                let row = ValidationRow::new(CheckKind::Counting, event.name(), "paravirtual", name);
+                let row =
+                    ValidationRow::new(ValidationCheckKind::Counting, event.name(), "paravirtual", name);
                 one(guest, event, &job, row)
             })?);
         }
@@ -108,10 +114,10 @@ impl Builtin<'_> {
 
     /// Measures the paravirtual event that counts the time for which another enabled counter could
     /// not count. The count must equal the duration of the loop.
-    fn uncounted(&self, guest: &mut MeasuringGuest, select: u64) -> Result<ValidationRow, ChildError> {
+    fn uncounted(&self, guest: &mut MeasuringGuest, select: u64) -> Result<ValidationRow, MeasurementError> {
         let name = "busy, CPL3, beside an event nobody counts";
         let event = ParavirtualEvent::UncountedNs.name();
-        let row = ValidationRow::new(CheckKind::Counting, event, "paravirtual", name);
+        let row = ValidationRow::new(ValidationCheckKind::Counting, event, "paravirtual", name);
         if guest.hello.gp < 2 {
             return Ok(row.unsupported("this PMU has one counter, and it takes two"));
         }
@@ -130,7 +136,7 @@ impl Builtin<'_> {
             return Ok(row.failed("somebody counts for the other counter"));
         }
         let ns = u128::from(cpu.tsc) * 1_000_000_000 / u128::from(self.host.tsc_hz.max(1));
-        let expected = Expectation::new(u64::try_from(ns).unwrap_or(u64::MAX), UNCOUNTED);
+        let expected = ExpectedCount::new(u64::try_from(ns).unwrap_or(u64::MAX), UNCOUNTED);
         let basis = "how long the loop took by the guest's TSC";
         let counter = GuestCounterId::General(0);
         Ok(judged(row, &outcome, 0, counter, expected, basis))
@@ -142,10 +148,10 @@ fn one(
     event: ParavirtualEvent,
     job: &MeasurementJob,
     row: ValidationRow,
-) -> Result<ValidationRow, ChildError> {
+) -> Result<ValidationRow, MeasurementError> {
     // Also count the event on the host, through an operator event.
     let spec = format!("pv/{}/", event.name());
-    let operator = OperatorEvents::counting(&spec);
+    let operator = OperatorEventConfig::counting(&spec);
     let outcome = guest.measure(job, Some(operator))?;
     let statistic = outcome
         .operator

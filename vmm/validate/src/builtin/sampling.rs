@@ -5,11 +5,11 @@ use control_api::request;
 use vpmu::ArchEvent;
 
 use super::{BOTH, Builtin, CPU_TIME, selector};
-use crate::child::ChildError;
-use crate::guest::{Measurement, MeasurementJob, MeasuringGuest, OperatorEvents};
-use crate::judge::{CountComparison, Expectation, Tolerance, whole};
+use crate::child::MeasurementError;
+use crate::guest::{Measurement, MeasurementJob, MeasuringGuest, OperatorEventConfig};
+use crate::judge::{CountComparison, ExpectedCount, Tolerance, whole};
 use crate::measure::measure_rows;
-use crate::report::{CheckKind, RowCollector, ValidationRow};
+use crate::report::{ValidationCheckKind, ValidationRow, ValidationRowCollector};
 
 /// CPU time of the profiled work, in ms.
 const LENGTH_MS: u64 = 2500;
@@ -23,13 +23,13 @@ const SHARES: [(&str, u64); 3] = [("spin_hot", 60), ("spin_warm", 30), ("spin_co
 
 /// Returns the expected number of samples of a function with `percent` of the work, from `all`
 /// samples. The tolerance is five percentage points plus the statistical variation.
-fn expected_samples(all: u64, percent: u64) -> (Expectation, &'static str) {
+fn expected_samples(all: u64, percent: u64) -> (ExpectedCount, &'static str) {
     let (all, share) = (all as f64, percent as f64 / 100.0);
     let slack = (0.05 * all).max(3.0 * (all * share * (1.0 - share)).sqrt());
     let expected = all * share;
     let range = Tolerance::Range(whole(expected - slack), whole((expected + slack).ceil()));
     (
-        Expectation::new(whole(expected.round()), range),
+        ExpectedCount::new(whole(expected.round()), range),
         "the function's share of the work, within 5 points or three standard deviations",
     )
 }
@@ -39,8 +39,8 @@ impl Builtin<'_> {
         &self,
         guest: &mut MeasuringGuest,
         backing: &'static str,
-        rows: &mut RowCollector<'_>,
-    ) -> Result<(), ChildError> {
+        rows: &mut ValidationRowCollector<'_>,
+    ) -> Result<(), MeasurementError> {
         let Some(select) = selector(ArchEvent::CoreCycles, guest.hello.amd) else {
             return Ok(());
         };
@@ -67,7 +67,7 @@ impl Builtin<'_> {
         select: u64,
         n: u64,
         period: u64,
-    ) -> Result<Vec<ValidationRow>, ChildError> {
+    ) -> Result<Vec<ValidationRow>, MeasurementError> {
         let job = MeasurementJob {
             period,
             ..MeasurementJob::new("spin", n)
@@ -76,15 +76,29 @@ impl Builtin<'_> {
                 .counter(select | BOTH)
         };
         let outcome = guest.measure(&job, None)?;
-        let row = ValidationRow::new(CheckKind::Sampling, "cycles", backing, "PMIs, one a period");
+        let row = ValidationRow::new(
+            ValidationCheckKind::Sampling,
+            "cycles",
+            backing,
+            "PMIs, one a period",
+        );
         let mut rows = vec![interrupts(row, &outcome, period)];
         if let Some(cpu) = outcome.cpus.first() {
-            let row = ValidationRow::new(CheckKind::Sampling, "cycles", backing, "PMIs without an overflow");
+            let row = ValidationRow::new(
+                ValidationCheckKind::Sampling,
+                "cycles",
+                backing,
+                "PMIs without an overflow",
+            );
             rows.push(check_no_spurious(row, cpu.spurious));
             let all: u64 = cpu.struck.iter().take(SHARES.len()).sum();
             for ((name, percent), struck) in SHARES.iter().zip(&cpu.struck) {
-                let row =
-                    ValidationRow::new(CheckKind::Sampling, "cycles", backing, format!("PMIs in {name}"));
+                let row = ValidationRow::new(
+                    ValidationCheckKind::Sampling,
+                    "cycles",
+                    backing,
+                    format!("PMIs in {name}"),
+                );
                 rows.push(share(row, *struck, all, *percent));
             }
         }
@@ -101,10 +115,15 @@ impl Builtin<'_> {
         n: u64,
         period: u64,
         symbols: &Symbols,
-    ) -> Result<Vec<ValidationRow>, ChildError> {
-        let row = ValidationRow::new(CheckKind::Sampling, "cycles", backing, "operator's samples");
+    ) -> Result<Vec<ValidationRow>, MeasurementError> {
+        let row = ValidationRow::new(
+            ValidationCheckKind::Sampling,
+            "cycles",
+            backing,
+            "operator's samples",
+        );
         let job = MeasurementJob::new("spin", n).at(3).counter(select | BOTH);
-        let operator = OperatorEvents {
+        let operator = OperatorEventConfig {
             events: "cycles",
             period: Some(period),
         };
@@ -122,8 +141,8 @@ impl Builtin<'_> {
         let number = Tolerance::PercentAnd(5.0, 2);
         let seen = CountComparison {
             guest: counted.map(|counted| counted / period),
-            host: Some(Expectation::new(saw.samples.len() as u64 + saw.lost, number)),
-            expected: (backing == "clock").then_some(Expectation::new(ticks / period, number)),
+            host: Some(ExpectedCount::new(saw.samples.len() as u64 + saw.lost, number)),
+            expected: (backing == "clock").then_some(ExpectedCount::new(ticks / period, number)),
         };
         let mut rows = vec![row.judged(&seen, CPU_TIME)];
         let hits = |name| {
@@ -136,7 +155,7 @@ impl Builtin<'_> {
         let all = hits.iter().sum();
         for ((name, percent), hits) in SHARES.iter().zip(hits) {
             let row = ValidationRow::new(
-                CheckKind::Sampling,
+                ValidationCheckKind::Sampling,
                 "cycles",
                 backing,
                 format!("operator's, in {name}"),
@@ -160,8 +179,8 @@ fn interrupts(row: ValidationRow, outcome: &Measurement, period: u64) -> Validat
         guest: Some(cpu.pmis),
         host: outcome
             .overflows(0, "gp0")
-            .map(|overflows| Expectation::new(overflows, NUMBER)),
-        expected: Some(Expectation::new(counted / period, NUMBER)),
+            .map(|overflows| ExpectedCount::new(overflows, NUMBER)),
+        expected: Some(ExpectedCount::new(counted / period, NUMBER)),
     };
     row.judged(&seen, "a second counter's count over the period")
 }
@@ -174,7 +193,7 @@ struct PmiTotals {
     held_ns: u64,
 }
 
-fn held_pmis(guest: &mut MeasuringGuest) -> Result<PmiTotals, ChildError> {
+fn held_pmis(guest: &mut MeasuringGuest) -> Result<PmiTotals, MeasurementError> {
     let vcpus = guest.vm.client()?.call(request::Counts)?;
     Ok(vcpus.iter().fold(PmiTotals::default(), |sum, vcpu| PmiTotals {
         all: sum.all + vcpu.pmi_nmi + vcpu.pmi_vector + vcpu.pmi_withdrawn,
@@ -189,8 +208,8 @@ fn held_rows(backing: &'static str, before: PmiTotals, after: PmiTotals) -> [Val
     let held = after.held - before.held;
     let mean_us = (after.held_ns - before.held_ns) / held.max(1) / 1000;
     let row = |what: &str, seen, most, basis| {
-        let row = ValidationRow::new(CheckKind::Sampling, "cycles", backing, what);
-        let evidence = CountComparison::of_guest(Some(seen), Expectation::new(most, Tolerance::AtMost));
+        let row = ValidationRow::new(ValidationCheckKind::Sampling, "cycles", backing, what);
+        let evidence = CountComparison::of_guest(Some(seen), ExpectedCount::new(most, Tolerance::AtMost));
         row.judged(&evidence, basis)
     };
     [
@@ -212,7 +231,7 @@ fn held_rows(backing: &'static str, before: PmiTotals, after: PmiTotals) -> [Val
 /// Marks the row as failed if the guest received an interrupt without an overflow, which would
 /// cause an "unknown reason" NMI message in a Linux guest.
 fn check_no_spurious(row: ValidationRow, spurious: u64) -> ValidationRow {
-    let seen = CountComparison::of_guest(Some(spurious), Expectation::new(0, Tolerance::Exact));
+    let seen = CountComparison::of_guest(Some(spurious), ExpectedCount::new(0, Tolerance::Exact));
     row.judged(&seen, "each PMI is for an overflow that its handler finds")
 }
 
@@ -291,7 +310,7 @@ mod tests {
                 overflows: Some(overflows),
                 ..counter("gp0", 0)
             }];
-            let row = ValidationRow::new(CheckKind::Sampling, "cycles", "clock", "PMIs");
+            let row = ValidationRow::new(ValidationCheckKind::Sampling, "cycles", "clock", "PMIs");
             interrupts(row, &seen, 1000)
         };
         assert_eq!(row(150, 150).verdict, Verdict::Pass);
@@ -308,7 +327,7 @@ mod tests {
     /// A profile that deviates by more than the statistical variation fails.
     #[test]
     fn skewed_profile_fails() {
-        let row = || ValidationRow::new(CheckKind::Sampling, "cycles", "clock", "x");
+        let row = || ValidationRow::new(ValidationCheckKind::Sampling, "cycles", "clock", "x");
         assert_eq!(share(row(), 600, 1000, 60).verdict, Verdict::Pass);
         assert_eq!(share(row(), 645, 1000, 60).verdict, Verdict::Pass);
         assert_eq!(share(row(), 700, 1000, 60).verdict, Verdict::Fail);
@@ -320,7 +339,7 @@ mod tests {
     #[test]
     fn spurious_interrupt_fails() {
         let row = |spurious| {
-            let row = ValidationRow::new(CheckKind::Sampling, "cycles", "clock", "x");
+            let row = ValidationRow::new(ValidationCheckKind::Sampling, "cycles", "clock", "x");
             check_no_spurious(row, spurious)
         };
         assert_eq!(row(0).verdict, Verdict::Pass);

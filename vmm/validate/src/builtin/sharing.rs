@@ -1,15 +1,15 @@
 //! Checks with more events than counters, and with an operator who counts the guest's events.
 
 use perf_core::SharePolicy;
-use perf_core::estimate::Estimator;
+use perf_core::estimate::CountEstimator;
 use vpmu::ArchEvent;
 
 use super::{BOTH, Builtin, CPU_TIME, GuestCounterId, judged, selector};
-use crate::child::{ChildError, SHARE_POLICIES};
-use crate::guest::{MeasurementJob, MeasuringGuest, OperatorEvents};
-use crate::judge::{CountComparison, Expectation, Tolerance, whole};
+use crate::child::{MeasurementError, SHARE_POLICIES};
+use crate::guest::{MeasurementJob, MeasuringGuest, OperatorEventConfig};
+use crate::judge::{CountComparison, ExpectedCount, Tolerance, whole};
 use crate::measure::measure_row;
-use crate::report::{CheckKind, RowCollector, ValidationRow};
+use crate::report::{ValidationCheckKind, ValidationRow, ValidationRowCollector};
 
 /// CPU time of a multiplexing interval and of a contended measurement, in ms. A measurement
 /// includes programming all counters, which takes far less time.
@@ -26,7 +26,7 @@ const TURNS: u64 = 14;
 /// Identical events that are multiplexed on fewer counters in round-robin order.
 struct MultiplexedEvents {
     counters: usize,
-    estimators: Vec<Estimator>,
+    estimators: Vec<CountEstimator>,
     running_ns: Vec<u64>,
     /// Number of multiplexing intervals so far.
     taken: usize,
@@ -52,7 +52,7 @@ impl MultiplexedEvents {
     fn new(counters: usize, events: usize) -> Self {
         Self {
             counters,
-            estimators: vec![Estimator::new(); events],
+            estimators: vec![CountEstimator::new(); events],
             running_ns: vec![0; events],
             taken: 0,
             now_ns: 0,
@@ -106,8 +106,8 @@ impl Builtin<'_> {
         &self,
         guest: &mut MeasuringGuest,
         backing: &'static str,
-        rows: &mut RowCollector<'_>,
-    ) -> Result<(), ChildError> {
+        rows: &mut ValidationRowCollector<'_>,
+    ) -> Result<(), MeasurementError> {
         let Some(select) = selector(ArchEvent::CoreCycles, guest.hello.amd) else {
             return Ok(());
         };
@@ -122,7 +122,7 @@ impl Builtin<'_> {
         backing: &'static str,
         select: u64,
         n: u64,
-    ) -> Result<ValidationRow, ChildError> {
+    ) -> Result<ValidationRow, MeasurementError> {
         let counters = usize::from(u8::try_from(guest.hello.gp.min(8)).unwrap_or(8));
         let mut turns = MultiplexedEvents::new(counters, counters + EXTRA);
         for turn in 0..TURNS {
@@ -135,7 +135,7 @@ impl Builtin<'_> {
             let outcome = guest.measure(&job, None)?;
             let Some(cpu) = outcome.cpus.first() else {
                 return Ok(
-                    ValidationRow::new(CheckKind::Multiplexing, "cycles", backing, "turns")
+                    ValidationRow::new(ValidationCheckKind::Multiplexing, "cycles", backing, "turns")
                         .failed("the guest did not count it"),
                 );
             };
@@ -143,13 +143,13 @@ impl Builtin<'_> {
             turns.take(u64::try_from(length_ns).unwrap_or(u64::MAX), &cpu.c);
         }
         let name = format!("{} events, {counters} counters, worst", counters + EXTRA);
-        let row = ValidationRow::new(CheckKind::Multiplexing, "cycles", backing, name);
+        let row = ValidationRow::new(ValidationCheckKind::Multiplexing, "cycles", backing, name);
         let Some(worst) = turns.worst(self.options.tolerance_percent) else {
             return Ok(row.failed("no event had two turns"));
         };
         let seen = CountComparison::of_guest(
             Some(worst.estimate),
-            Expectation::new(turns.all, Tolerance::PercentAnd(0.0, worst.slack)),
+            ExpectedCount::new(turns.all, Tolerance::PercentAnd(0.0, worst.slack)),
         );
         let basis = "the sum over all turns; tolerance: the time not seen by what the turns' rates differ by, and that of counting";
         let row = row.judged(&seen, basis).running(worst.running_ns, turns.now_ns);
@@ -162,8 +162,8 @@ impl Builtin<'_> {
         &self,
         guest: &mut MeasuringGuest,
         backing: &'static str,
-        rows: &mut RowCollector<'_>,
-    ) -> Result<(), ChildError> {
+        rows: &mut ValidationRowCollector<'_>,
+    ) -> Result<(), MeasurementError> {
         let Some(select) = selector(ArchEvent::CoreCycles, guest.hello.amd) else {
             return Ok(());
         };
@@ -183,9 +183,9 @@ impl Builtin<'_> {
         select: u64,
         n: u64,
         policy: &str,
-    ) -> Result<ValidationRow, ChildError> {
+    ) -> Result<ValidationRow, MeasurementError> {
         let name = format!("--share {policy}");
-        let row = ValidationRow::new(CheckKind::Contention, "cycles", backing, name);
+        let row = ValidationRow::new(ValidationCheckKind::Contention, "cycles", backing, name);
         let counters = u64::from(guest.hello.gp.min(8));
         // Use as many counters as the guest has, so that the operator's event does not fit on hosts
         // with few counters.
@@ -195,14 +195,16 @@ impl Builtin<'_> {
         }
         let outcome = guest.measure(
             &job,
-            Some(OperatorEvents::counting("cycles,ref-cycles,task-clock,kvm:exits")),
+            Some(OperatorEventConfig::counting(
+                "cycles,ref-cycles,task-clock,kvm:exits",
+            )),
         )?;
         let percent = self.options.tolerance_percent;
         let Some(saw) = &outcome.operator else {
             return Ok(row.failed("nobody counted"));
         };
         let ticks = self.cpu_ticks(&outcome, 0);
-        let expected = Expectation::new(ticks, Tolerance::Percent(percent));
+        let expected = ExpectedCount::new(ticks, Tolerance::Percent(percent));
         let index = GuestCounterId::General(0);
         if saw.opened.is_err() && policy == "strict" {
             // Under the strict policy, the operator may be refused. In that case, only the guest's
@@ -218,7 +220,7 @@ impl Builtin<'_> {
             // includes the mostly halted waits before and after the work.
             host: reading
                 .estimate
-                .map(|value| Expectation::new(value, Tolerance::Percent(2.0 * percent))),
+                .map(|value| ExpectedCount::new(value, Tolerance::Percent(2.0 * percent))),
             expected: (backing == "clock").then_some(expected),
         };
         if seen.host.is_none() {
@@ -259,9 +261,9 @@ mod tests {
         let row = |slack| {
             let seen = CountComparison::of_guest(
                 Some(1100),
-                Expectation::new(1000, Tolerance::PercentAnd(0.0, slack)),
+                ExpectedCount::new(1000, Tolerance::PercentAnd(0.0, slack)),
             );
-            let row = ValidationRow::new(CheckKind::Multiplexing, "cycles", "clock", "turns");
+            let row = ValidationRow::new(ValidationCheckKind::Multiplexing, "cycles", "clock", "turns");
             undecided_if_wide(row.judged(&seen, "time"), slack, 1000)
         };
         assert_eq!(row(500).verdict, Verdict::Pass);

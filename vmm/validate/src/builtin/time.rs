@@ -5,11 +5,11 @@ use vpmu::ArchEvent;
 use super::{
     BOTH, Builtin, CPU_TIME, GuestCounterId, evidence, judged, known, on_host_pmu, selector, unbacked,
 };
-use crate::child::ChildError;
-use crate::guest::{Measurement, MeasurementJob, MeasuringGuest, OS, OperatorEvents, USR};
-use crate::judge::{Expectation, Tolerance, whole};
+use crate::child::MeasurementError;
+use crate::guest::{Measurement, MeasurementJob, MeasuringGuest, OS, OperatorEventConfig, USR};
+use crate::judge::{ExpectedCount, Tolerance, whole};
 use crate::measure::measure_row;
-use crate::report::{CheckKind, KNOWN, RowCollector, ValidationRow};
+use crate::report::{KNOWN, ValidationCheckKind, ValidationRow, ValidationRowCollector};
 
 /// CPU time of a measurement, in ms.
 const LENGTH_MS: u64 = 200;
@@ -29,8 +29,8 @@ impl Builtin<'_> {
         &self,
         guest: &mut MeasuringGuest,
         backing: &'static str,
-        rows: &mut RowCollector<'_>,
-    ) -> Result<(), ChildError> {
+        rows: &mut ValidationRowCollector<'_>,
+    ) -> Result<(), MeasurementError> {
         let amd = guest.hello.amd;
         for event in ArchEvent::ALL {
             let Some(select) = selector(event, amd) else {
@@ -46,7 +46,8 @@ impl Builtin<'_> {
                 _ => follows_time,
             };
             if !counts {
-                let row = ValidationRow::new(CheckKind::Counting, event.name(), backing, "busy, CPL0");
+                let row =
+                    ValidationRow::new(ValidationCheckKind::Counting, event.name(), backing, "busy, CPL0");
                 let job = MeasurementJob::new("busy", 500).counter(select | BOTH);
                 let why = match backing {
                     "kvm" if amd && event == ArchEvent::RefCycles => {
@@ -90,11 +91,11 @@ impl Builtin<'_> {
         work: &str,
         n: u64,
         cpu: usize,
-    ) -> Option<(Expectation, &'static str)> {
+    ) -> Option<(ExpectedCount, &'static str)> {
         let percent = self.options.tolerance_percent;
         if let Some(value) = known(event, work, n) {
             let tolerance = Tolerance::PercentAnd(KNOWN_PERCENT, 250);
-            return Some((Expectation::new(value, tolerance), KNOWN));
+            return Some((ExpectedCount::new(value, tolerance), KNOWN));
         }
         if on_host_pmu(backing) && event != ArchEvent::RefCycles {
             // The processor's clock is not the TSC, so the reference is the host's own event on the
@@ -104,13 +105,13 @@ impl Builtin<'_> {
             let tolerance = Tolerance::PercentAnd(percent, 20_000);
             let value = reading.estimate?;
             return Some((
-                Expectation::new(value, tolerance),
+                ExpectedCount::new(value, tolerance),
                 "the host's own event on the vCPU",
             ));
         }
         let value = self.cpu_ticks(outcome, cpu);
         let tolerance = Tolerance::Percent(percent);
-        Some((Expectation::new(value, tolerance), CPU_TIME))
+        Some((ExpectedCount::new(value, tolerance), CPU_TIME))
     }
 
     #[expect(clippy::too_many_arguments, reason = "each is one thing that is varied")]
@@ -123,13 +124,13 @@ impl Builtin<'_> {
         work: &'static str,
         cpl: u32,
         n: u64,
-    ) -> Result<ValidationRow, ChildError> {
+    ) -> Result<ValidationRow, MeasurementError> {
         let name = match work {
             "to-user" => "CPL0 to 3 and back".to_owned(),
             "faults" => "faults at CPL0".to_owned(),
             _ => format!("{work}, CPL{cpl}"),
         };
-        let row = ValidationRow::new(CheckKind::Counting, event.name(), backing, name);
+        let row = ValidationRow::new(ValidationCheckKind::Counting, event.name(), backing, name);
         let job = MeasurementJob::new(work, n).at(cpl).counter(select | BOTH);
         let counter = GuestCounterId::General(0);
         self.referenced(guest, row, &job, (backing, event), (0, counter))
@@ -143,8 +144,8 @@ impl Builtin<'_> {
         job: &MeasurementJob,
         (backing, event): (&'static str, ArchEvent),
         (cpu, counter): (usize, GuestCounterId),
-    ) -> Result<ValidationRow, ChildError> {
-        let operator = on_host_pmu(backing).then_some(OperatorEvents::counting(event.name()));
+    ) -> Result<ValidationRow, MeasurementError> {
+        let operator = on_host_pmu(backing).then_some(OperatorEventConfig::counting(event.name()));
         let outcome = guest.measure(job, operator)?;
         Ok(
             match self.expectation(backing, event, &outcome, job.work, job.n, cpu) {
@@ -159,8 +160,8 @@ impl Builtin<'_> {
         &self,
         guest: &mut MeasuringGuest,
         backing: &'static str,
-        rows: &mut RowCollector<'_>,
-    ) -> Result<(), ChildError> {
+        rows: &mut ValidationRowCollector<'_>,
+    ) -> Result<(), MeasurementError> {
         let n = self.amount(guest, "busy", 3, LENGTH_MS)?;
         for (index, event) in [
             (1, ArchEvent::CoreCycles),
@@ -173,7 +174,7 @@ impl Builtin<'_> {
             }
             rows.push(measure_row(|| {
                 let name = format!("{} (fixed {index})", event.name());
-                let row = ValidationRow::new(CheckKind::Counting, name, backing, "busy, CPL3");
+                let row = ValidationRow::new(ValidationCheckKind::Counting, name, backing, "busy, CPL3");
                 let job = MeasurementJob {
                     fixed_control: 3 << (4 * index),
                     ..MeasurementJob::new("busy", n).at(3)
@@ -191,11 +192,16 @@ impl Builtin<'_> {
         guest: &mut MeasuringGuest,
         backing: &'static str,
         select: u64,
-    ) -> Result<ValidationRow, ChildError> {
-        let row = ValidationRow::new(CheckKind::Counting, "cycles", backing, "idle (sleeps of 20 ms)");
+    ) -> Result<ValidationRow, MeasurementError> {
+        let row = ValidationRow::new(
+            ValidationCheckKind::Counting,
+            "cycles",
+            backing,
+            "idle (sleeps of 20 ms)",
+        );
         let outcome = guest.measure(&MeasurementJob::new("sleep", HALTS).counter(select | BOTH), None)?;
         let tsc = outcome.cpus.first().map_or(0, |cpu| cpu.tsc);
-        let expected = Expectation::new(tsc * IDLE_PERCENT / 100, Tolerance::AtMost);
+        let expected = ExpectedCount::new(tsc * IDLE_PERCENT / 100, Tolerance::AtMost);
         let basis = "a tenth of the TSC ticks that passed";
         let counter = GuestCounterId::General(0);
         Ok(judged(row, &outcome, 0, counter, expected, basis))
@@ -210,9 +216,9 @@ impl Builtin<'_> {
         select: u64,
         cpl: u32,
         n: u64,
-    ) -> Result<ValidationRow, ChildError> {
+    ) -> Result<ValidationRow, MeasurementError> {
         let name = format!("busy, CPL{cpl}");
-        let row = ValidationRow::new(CheckKind::Counting, "cycles:u", backing, name);
+        let row = ValidationRow::new(ValidationCheckKind::Counting, "cycles:u", backing, name);
         let job = MeasurementJob::new("busy", n)
             .at(cpl)
             .counter(select | USR)
@@ -223,7 +229,7 @@ impl Builtin<'_> {
             return Ok(row.failed("the guest did not count it"));
         };
         let slack = whole(*both as f64 * LEVEL_PERCENT / 100.0);
-        let expected = Expectation {
+        let expected = ExpectedCount {
             value: if cpl == 3 { *both } else { 0 },
             tolerance: if on_host_pmu(backing) {
                 Tolerance::PercentAnd(1.0, 100_000)
@@ -247,14 +253,14 @@ impl Builtin<'_> {
         &self,
         guest: &mut MeasuringGuest,
         backing: &'static str,
-        rows: &mut RowCollector<'_>,
-    ) -> Result<(), ChildError> {
+        rows: &mut ValidationRowCollector<'_>,
+    ) -> Result<(), MeasurementError> {
         let event = ArchEvent::CoreCycles;
         let Some(select) = selector(event, guest.hello.amd) else {
             return Ok(());
         };
         if guest.hello.cpus < 2 {
-            let row = ValidationRow::new(CheckKind::Counting, "cycles", backing, "two CPUs");
+            let row = ValidationRow::new(ValidationCheckKind::Counting, "cycles", backing, "two CPUs");
             rows.push(row.failed("the guest's second CPU did not start"));
             return Ok(());
         }
@@ -262,7 +268,7 @@ impl Builtin<'_> {
         for cpu in 0..2 {
             rows.push(measure_row(|| {
                 let name = format!("two CPUs busy, CPU {cpu}");
-                let row = ValidationRow::new(CheckKind::Counting, "cycles", backing, name);
+                let row = ValidationRow::new(ValidationCheckKind::Counting, "cycles", backing, name);
                 let job = MeasurementJob {
                     cpus: 2,
                     ..MeasurementJob::new("busy", n).at(3).counter(select | BOTH)
@@ -279,7 +285,7 @@ impl Builtin<'_> {
 /// AMD's encodings to the host's PMU unchanged, even if perf has no name for the event. 120H/01H is
 /// not perf's ref-cycles on AMD hosts, but counts on processors that support it (Zen 4 and later,
 /// or a virtual PMU of Perfvisor on a nested host). If the counter counts, its count is judged.
-fn moves(guest: &mut MeasuringGuest, select: u64) -> Result<bool, ChildError> {
+fn moves(guest: &mut MeasuringGuest, select: u64) -> Result<bool, MeasurementError> {
     let outcome = guest.measure(&MeasurementJob::new("busy", 500).counter(select | BOTH), None)?;
     Ok(outcome
         .cpus

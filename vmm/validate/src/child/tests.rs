@@ -10,7 +10,7 @@ use serde_json::{Value, json};
 use super::*;
 
 /// Returns a signal check that never requests a stop.
-pub(crate) fn never_stop() -> StopCallback {
+pub(crate) fn never_stop() -> StopRequestedCheck {
     Arc::new(|| false)
 }
 
@@ -20,7 +20,7 @@ pub(crate) fn scripted(script: &str) -> ChildVm {
     scripted_until(script, &never_stop())
 }
 
-fn scripted_until(script: &str, signals: &StopCallback) -> ChildVm {
+fn scripted_until(script: &str, signals: &StopRequestedCheck) -> ChildVm {
     let mut shell = Command::new("/bin/sh");
     shell.args(["-c", script]);
     ChildVm::start_with(shell, &["--pmu".into(), "intel".into()], signals).unwrap()
@@ -126,7 +126,7 @@ fn last_messages_are_kept() {
 /// guest's last lines.
 #[test]
 fn end_error_shows_last_messages_and_lines() {
-    let ended = ChildError::Ended {
+    let ended = MeasurementError::Ended {
         status: 2,
         doing: "it was started".into(),
         messages: vec!["perfvisor: warn: x".into(), "perfvisor: error: no KVM".into()],
@@ -160,7 +160,7 @@ fn early_end_error_shows_reason() {
     let mut vm = scripted("echo booting; echo 'perfvisor: error: no /dev/kvm' >&2; exit 2");
     // The messages are not checked, because another thread reads them and may not have finished.
     let error = vm.wait_for(LONG, "it was booted", |_| None::<()>).unwrap_err();
-    let ChildError::Ended {
+    let MeasurementError::Ended {
         status,
         doing,
         console,
@@ -182,7 +182,10 @@ fn killed_vm_is_not_successful() {
     assert_eq!(vm.wait(LONG), Some(-1));
     let vm = scripted("read line; kill -9 $$");
     let error = vm.end(LONG).unwrap_err();
-    assert!(matches!(error, ChildError::Ended { status: -1, .. }), "{error}");
+    assert!(
+        matches!(error, MeasurementError::Ended { status: -1, .. }),
+        "{error}"
+    );
 }
 
 /// [`ChildVm::end`] returns an error for any exit status of the VM other than 0.
@@ -196,7 +199,10 @@ fn nonzero_exit_status_is_error() {
     };
     ends(0).unwrap();
     let error = ends(3).unwrap_err();
-    assert!(matches!(error, ChildError::Ended { status: 3, .. }), "{error}");
+    assert!(
+        matches!(error, MeasurementError::Ended { status: 3, .. }),
+        "{error}"
+    );
 }
 
 /// A VM that does not exit in time is killed and reported as an error.
@@ -206,7 +212,7 @@ fn vm_is_killed_after_end_timeout() {
     let pid = vm.child.id();
     let error = vm.end(Duration::from_millis(50)).unwrap_err();
     assert!(
-        matches!(error, ChildError::Silent(_, ref doing) if doing == "it was told to end"),
+        matches!(error, MeasurementError::Silent(_, ref doing) if doing == "it was told to end"),
         "{error}"
     );
     assert!(
@@ -222,7 +228,7 @@ fn silent_guest_times_out() {
     let error = vm.wait_for(Duration::from_millis(300), "it was to say two", |line| {
         (line == "two").then_some(())
     });
-    let Err(ChildError::Silent(_, doing)) = error else {
+    let Err(MeasurementError::Silent(_, doing)) = error else {
         panic!("{error:?}");
     };
     assert_eq!(doing, "it was to say two");
@@ -231,13 +237,13 @@ fn silent_guest_times_out() {
 /// Ctrl-C ends the wait, even if the same Ctrl-C has terminated the VM.
 #[test]
 fn interrupt_is_not_a_vm_error() {
-    let stop: StopCallback = Arc::new(|| true);
+    let stop: StopRequestedCheck = Arc::new(|| true);
     let mut vm = scripted_until("exec sleep 600", &stop);
     let error = vm.wait_for(LONG, "it was booted", |_| None::<()>).unwrap_err();
-    assert!(matches!(error, ChildError::Interrupted), "{error}");
+    assert!(matches!(error, MeasurementError::Interrupted), "{error}");
     let mut vm = scripted_until("exit 1", &stop);
     let error = vm.ended("it was booted");
-    assert!(matches!(error, ChildError::Interrupted), "{error}");
+    assert!(matches!(error, MeasurementError::Interrupted), "{error}");
 }
 
 /// Typing to a VM that has exited returns the error for its exit and not EPIPE.
@@ -253,7 +259,10 @@ fn typing_to_ended_vm_reports_end() {
             Err(error) => break error,
         }
     };
-    assert!(matches!(error, ChildError::Ended { status: 4, .. }), "{error}");
+    assert!(
+        matches!(error, MeasurementError::Ended { status: 4, .. }),
+        "{error}"
+    );
 }
 
 /// The error shows only the last console lines of a guest, truncated.
@@ -261,7 +270,7 @@ fn typing_to_ended_vm_reports_end() {
 fn end_error_truncates_console_lines() {
     let mut vm = scripted("for i in 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15; do printf \"$i%0999d\\n\" 0; done");
     let error = vm.wait_for(LONG, "it was booted", |_| None::<()>).unwrap_err();
-    let ChildError::Ended { console, .. } = error else {
+    let MeasurementError::Ended { console, .. } = error else {
         panic!("{error}");
     };
     assert_eq!(console.len(), MAX_LAST_LINES);
@@ -298,7 +307,10 @@ fn thread_that_has_gone_has_no_facts() {
     vm.threads = vec![vm.child.id()];
     assert_eq!(vm.wait(LONG), Some(0));
     let error = vm.facts().unwrap_err();
-    assert!(matches!(error, ChildError::Io("reading /proc", _)), "{error}");
+    assert!(
+        matches!(error, MeasurementError::Io("reading /proc", _)),
+        "{error}"
+    );
 }
 
 /// The host's view of the counters is requested once and polled until it is complete. vCPUs are
@@ -334,6 +346,6 @@ fn refused_or_malformed_view_is_error() {
     let mut vm = scripted("exec sleep 600").answered(|_| Ok(json!({ "generation": "seven" })));
     assert!(matches!(
         vm.views().unwrap_err(),
-        ChildError::Client(ClientError::Reply("fields"))
+        MeasurementError::Client(ClientError::Reply("fields"))
     ));
 }

@@ -39,7 +39,7 @@ pub(crate) fn script(hello: &Value, results: &[(&str, Value)]) -> String {
 }
 
 /// Starts a VM simulated by `script`, in which the host's view of the counters is always `host`.
-fn viewed(script: &str, host: Vec<u64>) -> Result<MeasuringGuest, ChildError> {
+fn viewed(script: &str, host: Vec<u64>) -> Result<MeasuringGuest, MeasurementError> {
     let vm = scripted(script).answered(move |call| match call {
         Call::GuestView => Ok(json!({ "generation": 1 })),
         Call::GuestViewResult { .. } => Ok(views(std::slice::from_ref(&host))),
@@ -99,7 +99,7 @@ fn malformed_greeting_is_ignored() {
             .err()
             .unwrap();
         assert!(
-            matches!(error, ChildError::Ended { status: 0, .. }),
+            matches!(error, MeasurementError::Ended { status: 0, .. }),
             "{wrong}: {error}"
         );
     }
@@ -139,7 +139,7 @@ fn result_with_wrong_cpu_count_is_rejected() {
         let mut guest = measuring(&hello(2), &[("*", result)], vec![0]);
         let error = guest.measure(&MeasurementJob::new("busy", 5), None).unwrap_err();
         assert!(
-            matches!(error, ChildError::Answer(ref said) if said.contains("work=busy")),
+            matches!(error, MeasurementError::Answer(ref said) if said.contains("work=busy")),
             "{error}"
         );
     }
@@ -156,7 +156,7 @@ fn skipped_step_is_error() {
         let script = format!("echo '{}'; read -r line; {steps}; read -r line", hello(2));
         let mut guest = viewed(&script, vec![0]).unwrap();
         let error = guest.measure(&MeasurementJob::new("busy", 5), None).unwrap_err();
-        assert!(matches!(error, ChildError::Answer(_)), "{steps}: {error}");
+        assert!(matches!(error, MeasurementError::Answer(_)), "{steps}: {error}");
     }
 }
 
@@ -218,7 +218,7 @@ fn operator_events_are_enabled_around_work() {
         })
     });
     let mut guest = MeasuringGuest::wait_for_greeting(vm).unwrap();
-    let operator = OperatorEvents::counting("cycles,instructions");
+    let operator = OperatorEventConfig::counting("cycles,instructions");
     let saw = guest
         .measure(&MeasurementJob::new("busy", 5), Some(operator))
         .unwrap()
@@ -251,7 +251,7 @@ fn operator_refusal_is_kept() {
         other => panic!("{other:?} of events that were refused"),
     });
     let mut guest = MeasuringGuest::wait_for_greeting(vm).unwrap();
-    let operator = OperatorEvents::counting("cycles");
+    let operator = OperatorEventConfig::counting("cycles");
     let saw = guest
         .measure(&MeasurementJob::new("busy", 5), Some(operator))
         .unwrap()

@@ -14,7 +14,7 @@ pub(crate) fn clock_host() -> HostProperties {
         },
         guest_pmu: "intel".into(),
         slots: "none".into(),
-        probe: HostProbe {
+        probe: HostPerfCapabilities {
             hardware_pmu: false,
             counters: HostCounters::default(),
             no_slots_because: Some("no PMU".into()),

@@ -2,11 +2,11 @@
 
 use super::{CommandResult, Count, Linux, LinuxGuest, counts, perf_stat, perf_stat_of};
 use crate::builtin::on_host_pmu;
-use crate::child::{ChildError, SHARE_POLICIES};
-use crate::guest::OperatorEvents;
-use crate::judge::{CountComparison, Expectation, Tolerance, Verdict, judge_unbacked, whole};
+use crate::child::{MeasurementError, SHARE_POLICIES};
+use crate::guest::OperatorEventConfig;
+use crate::judge::{CountComparison, ExpectedCount, Tolerance, Verdict, judge_unbacked, whole};
 use crate::measure::{measure_row, measure_rows};
-use crate::report::{CheckKind, KNOWN, RowCollector, ValidationRow};
+use crate::report::{KNOWN, ValidationCheckKind, ValidationRow, ValidationRowCollector};
 use perf_core::SharePolicy;
 
 /// Maximum cycles of an idle guest, in percent of the TSC. Timer ticks cause these cycles.
@@ -50,8 +50,8 @@ impl Linux<'_> {
         guest: &mut LinuxGuest,
         backing: &'static str,
         amd: bool,
-        rows: &mut RowCollector<'_>,
-    ) -> Result<(), ChildError> {
+        rows: &mut ValidationRowCollector<'_>,
+    ) -> Result<(), MeasurementError> {
         for (program, name) in [
             ("spin 1.5", "busy loop"),
             ("chase 2", "pointer chase"),
@@ -63,7 +63,7 @@ impl Linux<'_> {
             })?);
         }
         if amd {
-            let row = ValidationRow::new(CheckKind::Counting, "ref-cycles", backing, "busy loop");
+            let row = ValidationRow::new(ValidationCheckKind::Counting, "ref-cycles", backing, "busy loop");
             let counted = counts(
                 &guest
                     .run("ref", "perf stat -x, -e ref-cycles spin 0.1", None)?
@@ -95,10 +95,10 @@ impl Linux<'_> {
         event: &str,
         program: &str,
         name: &str,
-    ) -> Result<ValidationRow, ChildError> {
-        let row = ValidationRow::new(CheckKind::Counting, event, backing, name);
+    ) -> Result<ValidationRow, MeasurementError> {
+        let row = ValidationRow::new(ValidationCheckKind::Counting, event, backing, name);
         let command = perf_stat(&format!("-a -e {event}"), program);
-        let done = guest.run("count", &command, Some(OperatorEvents::counting(event)))?;
+        let done = guest.run("count", &command, Some(OperatorEventConfig::counting(event)))?;
         let counted = counts(&done.text);
         let count = of(&counted, event);
         let Some(gate) = &done.gate else {
@@ -107,14 +107,14 @@ impl Linux<'_> {
         let own = || {
             let value = gate.operator.as_ref()?.reading(0, 0)?.estimate?;
             let tolerance = Tolerance::PercentAnd(self.percent(), 5_000_000);
-            Some(Expectation::new(value, tolerance))
+            Some(ExpectedCount::new(value, tolerance))
         };
         let (expected, basis) = if on_host_pmu(backing) && event == "cycles" {
             (own(), "the host's own event on the vCPU")
         } else {
             let value = self.host.ticks(gate.cpu_ns);
             let tolerance = Tolerance::Percent(self.percent());
-            (Some(Expectation::new(value, tolerance)), GUEST_CPU_TIME)
+            (Some(ExpectedCount::new(value, tolerance)), GUEST_CPU_TIME)
         };
         let seen = CountComparison {
             guest: count.and_then(|count| count.value),
@@ -124,8 +124,13 @@ impl Linux<'_> {
         Ok(with_share(row.judged(&seen, basis), count))
     }
 
-    fn idle(&self, guest: &mut LinuxGuest, backing: &'static str) -> Result<ValidationRow, ChildError> {
-        let row = ValidationRow::new(CheckKind::Counting, "cycles", backing, "idle (sleep of 2 s)");
+    fn idle(&self, guest: &mut LinuxGuest, backing: &'static str) -> Result<ValidationRow, MeasurementError> {
+        let row = ValidationRow::new(
+            ValidationCheckKind::Counting,
+            "cycles",
+            backing,
+            "idle (sleep of 2 s)",
+        );
         let done = guest.run("idle", &perf_stat("-a -e cycles", "idle 2"), None)?;
         let counted = counts(&done.text);
         let count = of(&counted, "cycles");
@@ -135,7 +140,7 @@ impl Linux<'_> {
         let seen = CountComparison {
             guest: count.and_then(|count| count.value),
             host: gate.host_exactly(0),
-            expected: Some(Expectation::new(
+            expected: Some(ExpectedCount::new(
                 self.host.ticks(2_000_000_000) * IDLE_PERCENT / 100,
                 Tolerance::AtMost,
             )),
@@ -150,8 +155,8 @@ impl Linux<'_> {
         &self,
         guest: &mut LinuxGuest,
         backing: &'static str,
-        rows: &mut RowCollector<'_>,
-    ) -> Result<(), ChildError> {
+        rows: &mut ValidationRowCollector<'_>,
+    ) -> Result<(), MeasurementError> {
         let events = [
             "instructions",
             "branches",
@@ -169,7 +174,7 @@ impl Linux<'_> {
             let counts_here =
                 on_host_pmu(backing) && self.host.probe.generic.iter().any(|g| g.name == event && g.opens);
             let name = if counts_here { "busy loop" } else { "tried" };
-            let row = ValidationRow::new(CheckKind::Counting, event, backing, name);
+            let row = ValidationRow::new(ValidationCheckKind::Counting, event, backing, name);
             let loops = if counts_here { LOOPS } else { LOOPS / 10 };
             let done = guest.run(
                 "number",
@@ -200,7 +205,7 @@ impl Linux<'_> {
             let seen = CountComparison {
                 guest: count.value,
                 host: done.gate.as_ref().and_then(|gate| gate.host_exactly(0)),
-                expected: known.map(|value| Expectation::new(value, Tolerance::Percent(self.percent()))),
+                expected: known.map(|value| ExpectedCount::new(value, Tolerance::Percent(self.percent()))),
             };
             rows.push(with_share(row.judged(&seen, KNOWN), Some(count)));
         }
@@ -214,8 +219,8 @@ impl Linux<'_> {
         &self,
         guest: &mut LinuxGuest,
         backing: &'static str,
-        rows: &mut RowCollector<'_>,
-    ) -> Result<(), ChildError> {
+        rows: &mut ValidationRowCollector<'_>,
+    ) -> Result<(), MeasurementError> {
         let tickless = guest
             .run("tickless", "cat /sys/devices/system/cpu/nohz_full", None)?
             .text
@@ -237,9 +242,9 @@ impl Linux<'_> {
             for (event, expected) in [("cycles:u", both), ("cycles:k", 0)] {
                 let seen = CountComparison::of_guest(
                     value(event),
-                    Expectation::new(expected, Tolerance::PercentAnd(0.0, slack)),
+                    ExpectedCount::new(expected, Tolerance::PercentAnd(0.0, slack)),
                 );
-                let row = ValidationRow::new(CheckKind::Counting, event, backing, "busy loop");
+                let row = ValidationRow::new(ValidationCheckKind::Counting, event, backing, "busy loop");
                 let row = row.judged(&seen, basis);
                 batch.push(with_share(row, of(&counted, event)));
             }
@@ -253,16 +258,16 @@ impl Linux<'_> {
         &self,
         guest: &mut LinuxGuest,
         backing: &'static str,
-        rows: &mut RowCollector<'_>,
-    ) -> Result<(), ChildError> {
+        rows: &mut ValidationRowCollector<'_>,
+    ) -> Result<(), MeasurementError> {
         rows.extend(measure_rows(|| {
             let mut batch = Vec::new();
             let command = perf_stat("-a -A -e cycles", "threads 2 4");
-            let done = guest.run("smp", &command, Some(OperatorEvents::counting("cycles")))?;
+            let done = guest.run("smp", &command, Some(OperatorEventConfig::counting("cycles")))?;
             let counted = counts(&done.text);
             for cpu in 0..2u32 {
                 let name = format!("two CPUs busy, CPU {cpu}");
-                let row = ValidationRow::new(CheckKind::Counting, "cycles", backing, name);
+                let row = ValidationRow::new(ValidationCheckKind::Counting, "cycles", backing, name);
                 let count = counted.iter().find(|count| count.cpu == Some(cpu));
                 let Some(gate) = &done.gate else {
                     batch.push(row.failed(format!("perf did not run: status {}", done.status)));
@@ -270,7 +275,7 @@ impl Linux<'_> {
                 };
                 let ns = gate.facts.get(cpu as usize).map_or(0, |facts| facts.cpu_ns);
                 let expected = (!on_host_pmu(backing))
-                    .then(|| Expectation::new(self.host.ticks(ns), Tolerance::Percent(self.percent())));
+                    .then(|| ExpectedCount::new(self.host.ticks(ns), Tolerance::Percent(self.percent())));
                 let operator = gate
                     .operator
                     .as_ref()
@@ -278,7 +283,7 @@ impl Linux<'_> {
                 let seen = CountComparison {
                     guest: count.and_then(|count| count.value),
                     host: gate.host_exactly(cpu as usize).or(operator
-                        .map(|value| Expectation::new(value, Tolerance::Percent(2.0 * self.percent())))),
+                        .map(|value| ExpectedCount::new(value, Tolerance::Percent(2.0 * self.percent())))),
                     expected,
                 };
                 batch.push(with_share(row.judged(&seen, HOST_CPU_TIME), count));
@@ -293,8 +298,8 @@ impl Linux<'_> {
         &self,
         guest: &mut LinuxGuest,
         backing: &'static str,
-        rows: &mut RowCollector<'_>,
-    ) -> Result<(), ChildError> {
+        rows: &mut ValidationRowCollector<'_>,
+    ) -> Result<(), MeasurementError> {
         rows.push(measure_row(|| self.scaled(guest, backing))?);
         for policy in SHARE_POLICIES {
             guest.vm.share(policy)?;
@@ -304,11 +309,15 @@ impl Linux<'_> {
         guest.vm.share(SharePolicy::GuestFirst)
     }
 
-    fn scaled(&self, guest: &mut LinuxGuest, backing: &'static str) -> Result<ValidationRow, ChildError> {
+    fn scaled(
+        &self,
+        guest: &mut LinuxGuest,
+        backing: &'static str,
+    ) -> Result<ValidationRow, MeasurementError> {
         let name = format!("{TOO_MANY} events, {TURN_MS} ms turns, worst");
-        let row = ValidationRow::new(CheckKind::Multiplexing, "cycles", backing, name);
+        let row = ValidationRow::new(ValidationCheckKind::Multiplexing, "cycles", backing, name);
         let events = ["cycles"; TOO_MANY].join(",");
-        let operator = OperatorEvents::counting("cycles");
+        let operator = OperatorEventConfig::counting("cycles");
         // Each rotation causes some forty exits, during which the guest kernel has stopped its
         // counters but not the clock of its events. The kernel's default interval of 4 ms would
         // show the cost of exits instead of the scaling. On an emulated processor, where an exit
@@ -339,7 +348,7 @@ impl Linux<'_> {
         }
         let seen = CountComparison::of_guest(
             worst.and_then(|count| count.value),
-            Expectation::new(expected, Tolerance::Percent(SCALED_PERCENT)),
+            ExpectedCount::new(expected, Tolerance::Percent(SCALED_PERCENT)),
         );
         let basis = "an event of the operator's on the vCPU that is on all the time";
         Ok(with_share(row.judged(&seen, basis), worst))
@@ -350,14 +359,16 @@ impl Linux<'_> {
         guest: &mut LinuxGuest,
         backing: &'static str,
         policy: &str,
-    ) -> Result<ValidationRow, ChildError> {
+    ) -> Result<ValidationRow, MeasurementError> {
         let name = format!("--share {policy}");
-        let row = ValidationRow::new(CheckKind::Contention, "cycles", backing, name);
+        let row = ValidationRow::new(ValidationCheckKind::Contention, "cycles", backing, name);
         let command = perf_stat("-a -e cycles", "spin 1.5");
         let done = guest.run(
             "shared",
             &command,
-            Some(OperatorEvents::counting("cycles,ref-cycles,task-clock,kvm:exits")),
+            Some(OperatorEventConfig::counting(
+                "cycles,ref-cycles,task-clock,kvm:exits",
+            )),
         )?;
         let counted = counts(&done.text);
         let count = of(&counted, "cycles");
@@ -374,9 +385,10 @@ impl Linux<'_> {
         let seen = CountComparison {
             guest: count.and_then(|count| count.value),
             // The operator's event also covers the handshake and runs slightly longer.
-            host: own.map(|value| Expectation::new(value, Tolerance::Percent(2.0 * self.percent()))),
-            expected: (!on_host_pmu(backing))
-                .then(|| Expectation::new(self.host.ticks(gate.cpu_ns), Tolerance::Percent(self.percent()))),
+            host: own.map(|value| ExpectedCount::new(value, Tolerance::Percent(2.0 * self.percent()))),
+            expected: (!on_host_pmu(backing)).then(|| {
+                ExpectedCount::new(self.host.ticks(gate.cpu_ns), Tolerance::Percent(self.percent()))
+            }),
         };
         Ok(with_share(row.judged(&seen, GUEST_CPU_TIME), count))
     }
@@ -386,9 +398,9 @@ impl Linux<'_> {
     pub(super) fn exact(
         &self,
         guest: &mut LinuxGuest,
-        rows: &mut RowCollector<'_>,
-    ) -> Result<(), ChildError> {
-        let mut run = |rounds: u64| -> Result<Vec<Count>, ChildError> {
+        rows: &mut ValidationRowCollector<'_>,
+    ) -> Result<(), MeasurementError> {
+        let mut run = |rounds: u64| -> Result<Vec<Count>, MeasurementError> {
             let command = format!("perf stat -x, -e instructions:u,branches:u known {rounds}");
             let CommandResult { text, .. } = guest.run("exact", &command, None)?;
             Ok(counts(&text))
@@ -402,15 +414,25 @@ impl Linux<'_> {
         ] {
             let value = |counts: &[Count]| of(counts, event).and_then(|count| count.value);
             let seen = |guest, value, tolerance| {
-                CountComparison::of_guest(guest, Expectation::new(value, tolerance))
+                CountComparison::of_guest(guest, ExpectedCount::new(value, tolerance))
             };
-            let row = ValidationRow::new(CheckKind::Counting, event, "exact", "known program, whole");
+            let row = ValidationRow::new(
+                ValidationCheckKind::Counting,
+                event,
+                "exact",
+                "known program, whole",
+            );
             let tolerance = Tolerance::Range(whole.saturating_sub(MISSED), whole);
             rows.push(with_share(
                 row.judged(&seen(value(&few), whole, tolerance), KNOWN),
                 of(&few, event),
             ));
-            let row = ValidationRow::new(CheckKind::Counting, event, "exact", "known program, 2000 rounds");
+            let row = ValidationRow::new(
+                ValidationCheckKind::Counting,
+                event,
+                "exact",
+                "known program, 2000 rounds",
+            );
             let more = value(&many)
                 .zip(value(&few))
                 .map(|(many, few)| many.saturating_sub(few));

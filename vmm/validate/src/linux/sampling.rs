@@ -2,11 +2,11 @@
 
 use super::{Linux, LinuxGuest};
 use crate::builtin::share;
-use crate::child::ChildError;
-use crate::guest::OperatorEvents;
-use crate::judge::{CountComparison, Expectation, Tolerance};
+use crate::child::MeasurementError;
+use crate::guest::OperatorEventConfig;
+use crate::judge::{CountComparison, ExpectedCount, Tolerance};
 use crate::measure::measure_rows;
-use crate::report::{CheckKind, RowCollector, ValidationRow};
+use crate::report::{ValidationCheckKind, ValidationRow, ValidationRowCollector};
 use control_api::protocol::VcpuView;
 
 /// Samples per second of CPU time. Hosts that check timers only at their 4 ms tick do not support a
@@ -19,8 +19,8 @@ impl Linux<'_> {
         &self,
         guest: &mut LinuxGuest,
         backing: &'static str,
-        rows: &mut RowCollector<'_>,
-    ) -> Result<(), ChildError> {
+        rows: &mut ValidationRowCollector<'_>,
+    ) -> Result<(), MeasurementError> {
         let period = self.host.tsc_hz / SAMPLES_PER_SECOND;
         rows.extend(measure_rows(|| Self::recorded(guest, backing, period))?);
         Ok(())
@@ -31,10 +31,15 @@ impl Linux<'_> {
         guest: &mut LinuxGuest,
         backing: &'static str,
         period: u64,
-    ) -> Result<Vec<ValidationRow>, ChildError> {
-        let row = ValidationRow::new(CheckKind::Sampling, "cycles", backing, "perf record -c: samples");
+    ) -> Result<Vec<ValidationRow>, MeasurementError> {
+        let row = ValidationRow::new(
+            ValidationCheckKind::Sampling,
+            "cycles",
+            backing,
+            "perf record -c: samples",
+        );
         let record = format!("perf record -q -B -N -c {period} -e cycles -o /tmp/period gate three 3");
-        let done = guest.run("record", &record, Some(OperatorEvents::counting("cycles")))?;
+        let done = guest.run("record", &record, Some(OperatorEventConfig::counting("cycles")))?;
         let Some(gate) = &done.gate else {
             return Ok(vec![
                 row.failed(format!("perf did not run: status {}", done.status)),
@@ -57,8 +62,8 @@ impl Linux<'_> {
         let cycles = gate.operator.as_ref().and_then(|saw| saw.reading(0, 0)?.estimate);
         let seen = CountComparison {
             guest: Some(functions.iter().map(|(n, _)| n).sum()),
-            host: overflows.map(|value| Expectation::new(value, tolerance)),
-            expected: cycles.map(|cycles| Expectation::new(cycles / period, tolerance)),
+            host: overflows.map(|value| ExpectedCount::new(value, tolerance)),
+            expected: cycles.map(|cycles| ExpectedCount::new(cycles / period, tolerance)),
         };
         let mut rows = vec![row.judged(
             &seen,
@@ -71,7 +76,7 @@ impl Linux<'_> {
         let all = hits.iter().sum();
         for ((name, percent), hits) in SHARES.iter().zip(hits) {
             let name = format!("perf record: {name}");
-            let row = ValidationRow::new(CheckKind::Sampling, "cycles", backing, name);
+            let row = ValidationRow::new(ValidationCheckKind::Sampling, "cycles", backing, name);
             rows.push(share(row, hits, all, *percent));
         }
         Ok(rows)

@@ -103,11 +103,15 @@ impl ScriptedValues {
     pub fn rows(
         &self,
         host: &HostProperties,
-        measure: impl FnOnce(&Linux<'_>, &mut LinuxGuest, &mut RowCollector<'_>) -> Result<(), ChildError>,
+        measure: impl FnOnce(
+            &Linux<'_>,
+            &mut LinuxGuest,
+            &mut ValidationRowCollector<'_>,
+        ) -> Result<(), MeasurementError>,
     ) -> Vec<ValidationRow> {
         self.seen(host, |linux, guest| {
             let mut on_row = |_: &ValidationRow| ();
-            let mut rows = RowCollector::new(&mut on_row);
+            let mut rows = ValidationRowCollector::new(&mut on_row);
             measure(linux, guest, &mut rows)?;
             Ok(rows.into_vec())
         })
@@ -117,7 +121,7 @@ impl ScriptedValues {
     pub fn seen<T>(
         &self,
         host: &HostProperties,
-        look: impl FnOnce(&Linux<'_>, &mut LinuxGuest) -> Result<T, ChildError>,
+        look: impl FnOnce(&Linux<'_>, &mut LinuxGuest) -> Result<T, MeasurementError>,
     ) -> T {
         let (options, signals) = (options(), never_stop());
         let files = LinuxFiles {
@@ -143,7 +147,7 @@ pub(super) fn perf_line(event: &str, value: u64) -> String {
 }
 
 /// Runs one command in a simulated guest whose shell executes `script`, and returns the result.
-fn run_script(script: &str) -> Result<CommandResult, ChildError> {
+fn run_script(script: &str) -> Result<CommandResult, MeasurementError> {
     let vm = scripted(&format!("read -r line; {script}; read -r line"));
     LinuxGuest { vm }.run("x", "command", None)
 }
@@ -181,7 +185,7 @@ fn command_output_is_bounded() {
 fn gate_end_before_begin_is_error() {
     let error = run_script("echo '@@pv begin x'; echo '@@pv gate end cpu_ns=5'").unwrap_err();
     assert!(
-        matches!(error, ChildError::Answer(ref line) if line.contains("gate end")),
+        matches!(error, MeasurementError::Answer(ref line) if line.contains("gate end")),
         "{error}"
     );
 }
@@ -197,7 +201,7 @@ fn gate_reads_guest_and_host_counters() {
         ..ScriptedValues::default()
     };
     let mut guest = told.prints("*", "5,,cycles,10,50.00,,\n").guest();
-    let operator = OperatorEvents::counting("cycles");
+    let operator = OperatorEventConfig::counting("cycles");
     let done = guest.run("count", "gate spin", Some(operator)).unwrap();
     let gate = done.gate.unwrap();
     assert_eq!((gate.cpu_ns, gate.host(0)), (17, Some(70)));

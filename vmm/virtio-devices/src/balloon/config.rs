@@ -61,7 +61,8 @@ pub enum BalloonConfigError {
 #[error("the size of a balloon must be between 0 and {MAX_SIZE_MIB} MiB, for example 256, 256M or 1G")]
 pub struct BalloonSizeError;
 
-/// Parses the size of a balloon: a number of MiB, or a number with the suffix M, G or T. Returns MiB.
+/// Parses the size of a balloon: a number of MiB, or a number with the suffix M, G or T. Returns
+/// MiB.
 ///
 /// # Errors
 /// Returns [`BalloonSizeError`] if the size is malformed or too large.

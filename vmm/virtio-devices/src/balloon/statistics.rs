@@ -5,8 +5,8 @@ use vm_memory::{Bytes, GuestMemoryMmap};
 
 use crate::serve::GuestDescriptorChain;
 
-/// Number of memory statistics that the device knows. Those from [`StatisticTag::OomKills`] onwards
-/// are newer than virtio 1.2.
+/// Number of memory statistics that the device knows. Those from [`BalloonStatisticTag::OomKills`]
+/// onwards are newer than virtio 1.2.
 const STATISTICS: usize = 16;
 /// Size of one statistic in the driver's buffer, in bytes: a 16-bit tag and a 64-bit value, both
 /// little-endian and unaligned.
@@ -17,7 +17,7 @@ const MAX_BYTES: usize = 64 * ENTRY_BYTES;
 /// A statistic of the guest's memory. The discriminant is the tag in the driver's buffer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u16)]
-pub enum StatisticTag {
+pub enum BalloonStatisticTag {
     /// Memory that the guest has swapped in, in bytes.
     SwapIn,
     /// Memory that the guest has swapped out, in bytes.
@@ -52,14 +52,14 @@ pub enum StatisticTag {
     DirectReclaim,
 }
 
-/// The guest's memory statistics, indexed by [`StatisticTag`]. `None` for a statistic that the
-/// driver has not sent.
+/// The guest's memory statistics, indexed by [`BalloonStatisticTag`]. `None` for a statistic that
+/// the driver has not sent.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct GuestMemoryStatistics([Option<u64>; STATISTICS]);
 
 impl GuestMemoryStatistics {
     /// Returns the value of the statistic `tag`, or `None` if the driver has not sent it.
-    pub fn get(&self, tag: StatisticTag) -> Option<u64> {
+    pub fn get(&self, tag: BalloonStatisticTag) -> Option<u64> {
         self.0[tag as usize]
     }
 

@@ -3,7 +3,7 @@ use vm_memory::{Bytes, GuestAddress};
 
 use super::control::BalloonRequestError;
 use super::pages::PAGE_BYTES;
-use super::statistics::StatisticTag;
+use super::statistics::BalloonStatisticTag;
 use super::*;
 use crate::serve::continue_at_used_ring;
 use crate::serve::testing::{
@@ -329,19 +329,30 @@ fn statistics_are_read_and_updated() {
     send(&mut drivers[2], 0, &pieces);
     wait_until(|| control.state().statistics.is_some());
     let statistics = control.state().statistics.unwrap();
-    assert_eq!(statistics.get(StatisticTag::FreeMemory), Some(2));
-    assert_eq!(statistics.get(StatisticTag::TotalMemory), Some(u64::MAX));
-    assert_eq!(statistics.get(StatisticTag::DirectReclaim), Some(9));
-    assert_eq!(statistics.get(StatisticTag::SwapIn), None);
+    assert_eq!(statistics.get(BalloonStatisticTag::FreeMemory), Some(2));
+    assert_eq!(statistics.get(BalloonStatisticTag::TotalMemory), Some(u64::MAX));
+    assert_eq!(statistics.get(BalloonStatisticTag::DirectReclaim), Some(9));
+    assert_eq!(statistics.get(BalloonStatisticTag::SwapIn), None);
     assert!(drivers[2].used().is_empty(), "no update is due");
     control.set_statistics_interval(7200).unwrap();
     wait_until(|| drivers[2].used() == [(0, 0)]);
     assert_eq!(drivers[2].vector.read().unwrap(), 1);
     memory.write_slice(&entry(0, 11), at).unwrap();
     send(&mut drivers[2], 1, &[Descriptor::new(at.0, 10, 0, 0)]);
-    wait_until(|| control.state().statistics.unwrap().get(StatisticTag::SwapIn) == Some(11));
+    wait_until(|| {
+        control
+            .state()
+            .statistics
+            .unwrap()
+            .get(BalloonStatisticTag::SwapIn)
+            == Some(11)
+    });
     assert_eq!(
-        control.state().statistics.unwrap().get(StatisticTag::FreeMemory),
+        control
+            .state()
+            .statistics
+            .unwrap()
+            .get(BalloonStatisticTag::FreeMemory),
         None
     );
 }

@@ -5,7 +5,7 @@ const ESCAPE: u8 = 0x01;
 
 /// Action for a byte that the user types.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum KeyAction {
+pub enum ConsoleKeyAction {
     /// Send this byte to the guest.
     Guest(u8),
     /// Terminate the VM (key sequence Ctrl-A x).
@@ -19,25 +19,25 @@ pub enum KeyAction {
 /// Parser of escape sequences: Ctrl-A x terminates the VM, Ctrl-A Ctrl-A sends one Ctrl-A, and
 /// Ctrl-A h lists the sequences.
 #[derive(Clone, Copy, Debug, Default)]
-pub struct EscapeParser {
+pub struct ConsoleEscapeParser {
     pending: bool,
 }
 
-impl EscapeParser {
+impl ConsoleEscapeParser {
     /// Processes the next byte from the terminal and returns the action to take.
-    pub fn feed(&mut self, byte: u8) -> KeyAction {
+    pub fn feed(&mut self, byte: u8) -> ConsoleKeyAction {
         if !std::mem::take(&mut self.pending) {
             if byte == ESCAPE {
                 self.pending = true;
-                return KeyAction::Nothing;
+                return ConsoleKeyAction::Nothing;
             }
-            return KeyAction::Guest(byte);
+            return ConsoleKeyAction::Guest(byte);
         }
         match byte {
-            b'x' | b'X' => KeyAction::Quit,
-            b'h' | b'H' | b'?' => KeyAction::Help,
-            ESCAPE => KeyAction::Guest(ESCAPE),
-            _ => KeyAction::Nothing,
+            b'x' | b'X' => ConsoleKeyAction::Quit,
+            b'h' | b'H' | b'?' => ConsoleKeyAction::Help,
+            ESCAPE => ConsoleKeyAction::Guest(ESCAPE),
+            _ => ConsoleKeyAction::Nothing,
         }
     }
 }
@@ -46,12 +46,12 @@ impl EscapeParser {
 mod tests {
     use super::*;
 
-    fn keys(bytes: &[u8]) -> Vec<KeyAction> {
-        let mut escape = EscapeParser::default();
+    fn keys(bytes: &[u8]) -> Vec<ConsoleKeyAction> {
+        let mut escape = ConsoleEscapeParser::default();
         bytes
             .iter()
             .map(|b| escape.feed(*b))
-            .filter(|k| *k != KeyAction::Nothing)
+            .filter(|k| *k != ConsoleKeyAction::Nothing)
             .collect()
     }
 
@@ -59,11 +59,21 @@ mod tests {
     fn escape_parser_handles_only_control_a() {
         assert_eq!(
             keys(b"a\x03\x04"),
-            [KeyAction::Guest(b'a'), KeyAction::Guest(3), KeyAction::Guest(4)]
+            [
+                ConsoleKeyAction::Guest(b'a'),
+                ConsoleKeyAction::Guest(3),
+                ConsoleKeyAction::Guest(4)
+            ]
         );
-        assert_eq!(keys(b"\x01x"), [KeyAction::Quit]);
-        assert_eq!(keys(b"\x01\x01x"), [KeyAction::Guest(1), KeyAction::Guest(b'x')]);
-        assert_eq!(keys(b"\x01qz"), [KeyAction::Guest(b'z')]);
-        assert_eq!(keys(b"\x01hz"), [KeyAction::Help, KeyAction::Guest(b'z')]);
+        assert_eq!(keys(b"\x01x"), [ConsoleKeyAction::Quit]);
+        assert_eq!(
+            keys(b"\x01\x01x"),
+            [ConsoleKeyAction::Guest(1), ConsoleKeyAction::Guest(b'x')]
+        );
+        assert_eq!(keys(b"\x01qz"), [ConsoleKeyAction::Guest(b'z')]);
+        assert_eq!(
+            keys(b"\x01hz"),
+            [ConsoleKeyAction::Help, ConsoleKeyAction::Guest(b'z')]
+        );
     }
 }

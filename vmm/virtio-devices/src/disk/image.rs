@@ -10,7 +10,7 @@ use vm_memory::GuestMemoryMmap;
 use super::config::{DiskConfig, DiskFormat};
 use super::open::{DiskOpenError, FileLock, LockedFile, SECTOR_BYTES, block_bytes, open_with_lock};
 use super::qcow2::{Qcow2, Qcow2Error, claims};
-use super::raw::{GuestSegment, RawDiskImage};
+use super::raw::{GuestMemorySegment, RawDiskImage};
 
 /// Default logical block size, in bytes.
 const SMALL_BLOCK: u32 = 512;
@@ -163,7 +163,7 @@ impl DiskImage {
     /// # Errors
     /// Returns the error of the host, `UnexpectedEof` if the image has been truncated, or
     /// `InvalidInput` without an OS error code if `pieces` are outside guest RAM.
-    pub fn read(&self, memory: &GuestMemoryMmap, pieces: &[GuestSegment], at: u64) -> io::Result<()> {
+    pub fn read(&self, memory: &GuestMemoryMmap, pieces: &[GuestMemorySegment], at: u64) -> io::Result<()> {
         match &self.store {
             ImageStore::Raw(image) => image.read(memory, pieces, at),
             ImageStore::Qcow2(image) => image.read(memory, pieces, at),
@@ -174,7 +174,7 @@ impl DiskImage {
     ///
     /// # Errors
     /// Returns the same errors as [`DiskImage::read`].
-    pub fn write(&self, memory: &GuestMemoryMmap, pieces: &[GuestSegment], at: u64) -> io::Result<()> {
+    pub fn write(&self, memory: &GuestMemoryMmap, pieces: &[GuestMemorySegment], at: u64) -> io::Result<()> {
         match &self.store {
             ImageStore::Raw(image) => image.write(memory, pieces, at),
             ImageStore::Qcow2(image) => image.write(memory, pieces, at),

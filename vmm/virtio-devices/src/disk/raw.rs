@@ -15,7 +15,7 @@ const MAX_PIECES: usize = 1024;
 const ZEROS_AT_ONCE: u64 = 65_536;
 
 /// A segment of guest memory: guest-physical address and length in bytes.
-pub type GuestSegment = (GuestAddress, usize);
+pub type GuestMemorySegment = (GuestAddress, usize);
 
 /// A raw disk image. Methods do not check ranges against the size of the disk.
 #[derive(Debug)]
@@ -34,7 +34,7 @@ impl RawDiskImage {
     /// # Errors
     /// Returns the error of the host, `UnexpectedEof` if the image has been truncated, or
     /// `InvalidInput` without an OS error code if `pieces` are outside guest RAM.
-    pub fn read(&self, memory: &GuestMemoryMmap, pieces: &[GuestSegment], at: u64) -> io::Result<()> {
+    pub fn read(&self, memory: &GuestMemoryMmap, pieces: &[GuestMemorySegment], at: u64) -> io::Result<()> {
         // SAFETY: `transfer` passes segments of guest memory, which stay mapped during the call.
         self.transfer(memory, pieces, at, |fd, vecs, count, at| unsafe {
             libc::preadv(fd, vecs, count, at)
@@ -45,7 +45,7 @@ impl RawDiskImage {
     ///
     /// # Errors
     /// Returns the same errors as [`RawDiskImage::read`].
-    pub fn write(&self, memory: &GuestMemoryMmap, pieces: &[GuestSegment], at: u64) -> io::Result<()> {
+    pub fn write(&self, memory: &GuestMemoryMmap, pieces: &[GuestMemorySegment], at: u64) -> io::Result<()> {
         // SAFETY: as for `read`.
         self.transfer(memory, pieces, at, |fd, vecs, count, at| unsafe {
             libc::pwritev(fd, vecs, count, at)
@@ -55,7 +55,7 @@ impl RawDiskImage {
     fn transfer(
         &self,
         memory: &GuestMemoryMmap,
-        pieces: &[GuestSegment],
+        pieces: &[GuestMemorySegment],
         mut at: u64,
         call: impl Fn(c_int, *const iovec, c_int, off_t) -> libc::ssize_t,
     ) -> io::Result<()> {

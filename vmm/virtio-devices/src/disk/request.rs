@@ -14,7 +14,7 @@ use vm_memory::{Bytes, GuestMemoryMmap};
 use super::config::MAX_SERIAL;
 use super::image::DiskImage;
 use super::open::SECTOR_BYTES;
-use super::raw::GuestSegment;
+use super::raw::GuestMemorySegment;
 use crate::serve::GuestDescriptorChain;
 
 /// Maximum number of data segments in a disk request.
@@ -38,7 +38,7 @@ pub const MAX_RANGE_SECTORS: u32 = 65_536;
 const HEADER_BYTES: usize = 16;
 const RANGE_BYTES: usize = 16;
 
-type RequestSegments = SmallVec<[GuestSegment; 16]>;
+type RequestSegments = SmallVec<[GuestMemorySegment; 16]>;
 
 /// Reason why a disk request failed.
 #[derive(Debug)]
@@ -76,7 +76,7 @@ pub struct DiskBackend {
 
 /// A completed disk request.
 #[derive(Debug)]
-pub struct CompletedRequest {
+pub struct CompletedBlockRequest {
     /// Number of bytes written to guest memory, as reported in the used ring.
     pub written: u32,
     /// Number of bytes read, written or zeroed, for rate limits. After an error of the image, the
@@ -88,10 +88,10 @@ pub struct CompletedRequest {
 
 impl DiskBackend {
     /// Executes the request in a descriptor chain and writes its status to guest memory.
-    pub fn serve(&self, memory: &GuestMemoryMmap, chain: GuestDescriptorChain<'_>) -> CompletedRequest {
+    pub fn serve(&self, memory: &GuestMemoryMmap, chain: GuestDescriptorChain<'_>) -> CompletedBlockRequest {
         let Some(mut request) = DiskRequest::parse(memory, chain) else {
             // A malformed request receives no status byte.
-            return CompletedRequest {
+            return CompletedBlockRequest {
                 written: 0,
                 transferred: 0,
                 outcome: Err(BlockRequestError::Guest),
@@ -110,7 +110,7 @@ impl DiskBackend {
             Ok(()) => (data.saturating_add(1), done.map(|_| ())),
             Err(_) => (0, Err(BlockRequestError::Guest)),
         };
-        CompletedRequest {
+        CompletedBlockRequest {
             written,
             transferred: request.transferred,
             outcome,
@@ -231,7 +231,7 @@ struct DiskRequest {
     sector: u64,
     from_guest: RequestSegments,
     to_guest: RequestSegments,
-    status: GuestSegment,
+    status: GuestMemorySegment,
     /// Number of bytes that the image has been asked to read, write or zero so far.
     transferred: u64,
 }

@@ -132,12 +132,12 @@ fn charge(limiter: Option<&Arc<RateLimiter>>, bytes: usize) {
 }
 
 /// Moves frames from the guest's transmit queue to the tap device.
-pub struct FrameSender {
+pub struct NetFrameTransmitter {
     queue: Queue,
     limiter: Option<Arc<RateLimiter>>,
 }
 
-impl FrameSender {
+impl NetFrameTransmitter {
     /// Creates a sender for the frames in the guest's transmit queue.
     pub fn new(queue: Queue) -> Self {
         Self { queue, limiter: None }
@@ -202,7 +202,7 @@ impl FrameSender {
 }
 
 /// Moves frames from the tap device to the guest's receive queue.
-pub struct FrameReceiver {
+pub struct NetFrameReceiver {
     queue: Queue,
     /// `true` if a frame may span several buffers (VIRTIO_NET_F_MRG_RXBUF).
     mergeable: bool,
@@ -215,7 +215,7 @@ pub struct FrameReceiver {
     limiter: Option<Arc<RateLimiter>>,
 }
 
-impl FrameReceiver {
+impl NetFrameReceiver {
     /// Creates a receiver that delivers frames to the guest's receive queue. `mergeable` is `true`
     /// if the driver accepts frames that span several buffers.
     pub fn new(queue: Queue, mergeable: bool) -> Self {
@@ -455,19 +455,19 @@ mod tests {
             }
         }
 
-        fn sender(&self) -> FrameSender {
-            FrameSender::new(self.driver.active().queue)
+        fn sender(&self) -> NetFrameTransmitter {
+            NetFrameTransmitter::new(self.driver.active().queue)
         }
 
-        fn receiver(&self, mergeable: bool) -> FrameReceiver {
-            FrameReceiver::new(self.driver.active().queue, mergeable)
+        fn receiver(&self, mergeable: bool) -> NetFrameReceiver {
+            NetFrameReceiver::new(self.driver.active().queue, mergeable)
         }
 
-        fn send(&self, sender: &mut FrameSender) -> (FrameBatchEnd, bool) {
+        fn send(&self, sender: &mut NetFrameTransmitter) -> (FrameBatchEnd, bool) {
             sender.run(self.memory, Some(&self.tap), None).unwrap()
         }
 
-        fn receive(&self, receiver: &mut FrameReceiver) -> (FrameBatchEnd, bool) {
+        fn receive(&self, receiver: &mut NetFrameReceiver) -> (FrameBatchEnd, bool) {
             receiver.run(self.memory, &self.tap, None).unwrap()
         }
 

@@ -46,7 +46,7 @@ use crate::device::{
 use crate::rate_limiter::RateLimiter;
 use crate::worker::{DeviceWorker, watch_readable};
 use config::MacAddress;
-use frames::{FrameBatchEnd, FrameQueueError, FrameReceiver, FrameSender};
+use frames::{FrameBatchEnd, FrameQueueError, NetFrameReceiver, NetFrameTransmitter};
 use link::{LINK_UP, LinkStatus};
 use metadata::{MetadataNetPort, MetadataTimer};
 use tap::{Tap, TapOffloads};
@@ -311,8 +311,8 @@ struct FrameHandler {
     /// The tap device, or `None` after its removal.
     tap: Option<Arc<Tap>>,
     link: LinkStatus,
-    receiver: Direction<FrameReceiver>,
-    sender: Direction<FrameSender>,
+    receiver: Direction<NetFrameReceiver>,
+    sender: Direction<NetFrameTransmitter>,
     limiters: DirectionLimiters,
     metadata: Option<MetadataNetPort>,
     /// `true` while the event loop monitors the tap device. The tap device is not monitored while
@@ -386,9 +386,9 @@ impl FrameHandler {
             tap,
             link,
             receiver: Direction::new(receive, |queue| {
-                FrameReceiver::new(queue, merges).with_limiter(rx)
+                NetFrameReceiver::new(queue, merges).with_limiter(rx)
             }),
-            sender: Direction::new(transmit, |queue| FrameSender::new(queue).with_limiter(tx)),
+            sender: Direction::new(transmit, |queue| NetFrameTransmitter::new(queue).with_limiter(tx)),
             limiters: limiters.clone(),
             metadata: None,
             watching: false,

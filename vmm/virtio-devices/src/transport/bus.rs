@@ -44,7 +44,7 @@ const BRIDGE: PciIdentity = PciIdentity {
 
 /// Error returned when a bus cannot be created.
 #[derive(Debug, Error)]
-pub enum BusError {
+pub enum VirtioBusError {
     /// The number of devices on the bus exceeds [`MAX_DEVICES`].
     #[error("{0} virtio devices: must be at most {MAX_DEVICES}; omit some")]
     TooManyDevices(usize),
@@ -100,18 +100,18 @@ impl PciBus {
     /// address range `window`.
     ///
     /// # Errors
-    /// Returns a [`BusError`] if there are too many devices or queues, or if no eventfd can be
-    /// created.
+    /// Returns a [`VirtioBusError`] if there are too many devices or queues, or if no eventfd can
+    /// be created.
     pub fn new(
         devices: Vec<Box<dyn VirtioDevice>>,
         memory: &GuestMemoryMmap,
         window: Range<u32>,
         machine: &Arc<dyn PciBackend>,
-    ) -> Result<Self, BusError> {
+    ) -> Result<Self, VirtioBusError> {
         worker::record_worker_cpus();
         let room = usize::try_from((window.end - window.start) / BAR_BYTES).unwrap_or(0);
         if devices.len() > MAX_DEVICES.min(room) {
-            return Err(BusError::TooManyDevices(devices.len()));
+            return Err(VirtioBusError::TooManyDevices(devices.len()));
         }
         let mut home = window.start;
         let mut line = 0;
@@ -120,10 +120,10 @@ impl PciBus {
             let name = device.name().to_owned();
             let queues = device.queue_max_sizes().len();
             if queues > MAX_QUEUES {
-                return Err(BusError::TooManyQueues { name, queues });
+                return Err(VirtioBusError::TooManyQueues { name, queues });
             }
             let function = PciFunction::new(device, memory.clone(), machine.clone(), home, line)
-                .map_err(|source| BusError::Eventfd { name, source })?;
+                .map_err(|source| VirtioBusError::Eventfd { name, source })?;
             places.push(PciSlot {
                 function: Mutex::new(function),
                 base: AtomicU64::new(NO_BASE),

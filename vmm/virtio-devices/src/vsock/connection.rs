@@ -24,7 +24,7 @@ const ANSWER_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// Identity of a connection: its two port numbers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub struct ConnectionKey {
+pub struct VsockConnectionKey {
     /// Port number of the host's side.
     pub host_port: u32,
     /// Port number of the guest's side.
@@ -55,7 +55,7 @@ struct PendingPackets {
 /// A vsock connection between a guest port and a Unix socket of the host.
 #[derive(Debug)]
 pub struct VsockConnection {
-    key: ConnectionKey,
+    key: VsockConnectionKey,
     stream: UnixStream,
     state: ConnectionState,
     due: PendingPackets,
@@ -85,7 +85,7 @@ pub struct VsockConnection {
 }
 
 impl VsockConnection {
-    fn new(key: ConnectionKey, stream: UnixStream, state: ConnectionState) -> Self {
+    fn new(key: VsockConnectionKey, stream: UnixStream, state: ConnectionState) -> Self {
         Self {
             key,
             stream,
@@ -109,7 +109,7 @@ impl VsockConnection {
     }
 
     /// Creates a connection that a host program has requested. `stream` must be non-blocking.
-    pub fn requested(key: ConnectionKey, stream: UnixStream, now: Instant) -> Self {
+    pub fn requested(key: VsockConnectionKey, stream: UnixStream, now: Instant) -> Self {
         let mut connection = Self::new(key, stream, ConnectionState::Requested);
         connection.due.request = true;
         connection.deadline = Some(now + ANSWER_TIMEOUT);
@@ -118,7 +118,7 @@ impl VsockConnection {
 
     /// Creates a connection that the guest has requested with the packet `request`. `stream` must
     /// be connected and non-blocking.
-    pub fn accepted(key: ConnectionKey, stream: UnixStream, request: &VsockPacketHeader) -> Self {
+    pub fn accepted(key: VsockConnectionKey, stream: UnixStream, request: &VsockPacketHeader) -> Self {
         let mut connection = Self::new(key, stream, ConnectionState::Open);
         connection.due.response = true;
         connection.take_credit(request);
@@ -126,7 +126,7 @@ impl VsockConnection {
     }
 
     /// Returns the identity of the connection.
-    pub fn key(&self) -> ConnectionKey {
+    pub fn key(&self) -> VsockConnectionKey {
         self.key
     }
 

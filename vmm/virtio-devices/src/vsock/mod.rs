@@ -50,7 +50,7 @@ use crate::device::{ActivateError, ActiveQueue, DeviceActivation, VirtioDevice, 
 use crate::serve::{log_driver_error, serve_queue_while};
 use crate::worker::DeviceWorker;
 
-use self::muxer::{ConnectionMuxer, HostDialer};
+use self::muxer::{ConnectionMuxer, VsockHostDialer};
 use self::queues::{FIRST_TOKEN, VsockQueues};
 
 /// Virtio device ID of a vsock device (virtio 1.2, section 5).
@@ -323,8 +323,8 @@ impl VirtioDevice for VsockDevice {
             source: error.into(),
         })?;
         let dialer = match &self.ports {
-            Some(ports) => HostDialer::Broker(ports.clone()),
-            None => HostDialer::Direct(self.path.clone()),
+            Some(ports) => VsockHostDialer::Broker(ports.clone()),
+            None => VsockHostDialer::Direct(self.path.clone()),
         };
         let muxer = ConnectionMuxer::new(self.cid.into(), dialer, FIRST_TOKEN);
         let queues = VsockQueues::new(activation.memory, rx, tx, self.listener.clone(), muxer, timer);

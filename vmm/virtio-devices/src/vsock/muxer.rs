@@ -2,8 +2,8 @@
 //! order of packets to the guest.
 //!
 //! The muxer is independent of queues and the event loop. It accepts packets from the guest and
-//! events of Unix sockets, and produces packets for the guest. [`DescriptorWatchChange`] values describe
-//! which descriptors the event loop must add or remove.
+//! events of Unix sockets, and produces packets for the guest. [`DescriptorWatchChange`] values
+//! describe which descriptors the event loop must add or remove.
 
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::ffi::OsString;
@@ -17,7 +17,7 @@ use diagnostics::guest_log;
 use nix::sys::socket::{AddressFamily, SockFlag, SockType, UnixAddr, connect, socket};
 use sandbox::SocketDestination;
 
-use super::connection::{ConnectionKey, VsockConnection};
+use super::connection::{VsockConnection, VsockConnectionKey};
 use super::packet::{HOST_CID, STREAM, VsockOp, VsockPacketHeader};
 
 /// Maximum number of simultaneous connections, including those in the handshake.
@@ -55,7 +55,7 @@ struct Handshake {
 #[derive(Debug)]
 enum TokenTarget {
     Handshake(Handshake),
-    VsockConnection(ConnectionKey),
+    VsockConnection(VsockConnectionKey),
 }
 
 /// A connection with its event loop token. `queued` is `true` if it is in the queue `ready`.
@@ -68,7 +68,7 @@ struct MuxedConnection {
 
 /// How the muxer connects to the Unix socket of a host port.
 #[derive(Debug)]
-pub enum HostDialer {
+pub enum VsockHostDialer {
     /// Connects directly. The path of a port's socket is this path, followed by an underscore and
     /// the port.
     Direct(PathBuf),
@@ -77,13 +77,13 @@ pub enum HostDialer {
     Broker(SocketDestination),
 }
 
-impl From<PathBuf> for HostDialer {
+impl From<PathBuf> for VsockHostDialer {
     fn from(path: PathBuf) -> Self {
         Self::Direct(path)
     }
 }
 
-impl HostDialer {
+impl VsockHostDialer {
     /// Connects to the socket of host port `port`, without blocking.
     fn dial(&self, port: u32) -> io::Result<UnixStream> {
         match self {
@@ -102,11 +102,11 @@ impl HostDialer {
 #[derive(Debug)]
 pub struct ConnectionMuxer {
     cid: u64,
-    dialer: HostDialer,
+    dialer: VsockHostDialer,
     watched: HashMap<u32, TokenTarget>,
-    connections: BTreeMap<ConnectionKey, MuxedConnection>,
+    connections: BTreeMap<VsockConnectionKey, MuxedConnection>,
     /// Connections that may have a packet for the guest, each at most once.
-    ready: VecDeque<ConnectionKey>,
+    ready: VecDeque<VsockConnectionKey>,
     /// Reset packets for the guest, in reply to packets that belong to no connection.
     replies: VecDeque<VsockPacketHeader>,
     watches: Vec<DescriptorWatchChange>,
@@ -117,7 +117,7 @@ pub struct ConnectionMuxer {
 impl ConnectionMuxer {
     /// Creates the connection muxer of the guest with address `cid`. `dialer` connects to host
     /// ports. `first_token` is the first event loop token that the muxer may assign.
-    pub fn new(cid: u64, dialer: impl Into<HostDialer>, first_token: u32) -> Self {
+    pub fn new(cid: u64, dialer: impl Into<VsockHostDialer>, first_token: u32) -> Self {
         Self {
             cid,
             dialer: dialer.into(),
@@ -224,7 +224,7 @@ impl ConnectionMuxer {
             // Drop the packet, because its source or destination CID does not exist.
             return;
         }
-        let key = ConnectionKey {
+        let key = VsockConnectionKey {
             host_port: header.dst_port,
             guest_port: header.src_port,
         };
@@ -296,7 +296,7 @@ impl ConnectionMuxer {
         for token in handshakes {
             self.finish_handshake(token, None, now);
         }
-        let connections: Vec<ConnectionKey> = self
+        let connections: Vec<VsockConnectionKey> = self
             .connections
             .iter()
             .filter(|(_, entry)| late(entry.connection.deadline()))
@@ -312,7 +312,7 @@ impl ConnectionMuxer {
 
     /// Updates the muxer after an operation on the connection `key`. Removes the connection if it
     /// is over, or adds it to `ready` if it has a packet.
-    fn settle(&mut self, key: ConnectionKey) {
+    fn settle(&mut self, key: VsockConnectionKey) {
         let Some(entry) = self.connections.get_mut(&key) else {
             return;
         };
@@ -361,7 +361,7 @@ impl ConnectionMuxer {
                 .push(DescriptorWatchChange::Remove(handshake.stream, token));
             return;
         };
-        let key = ConnectionKey {
+        let key = VsockConnectionKey {
             host_port: self.host_port(guest_port),
             guest_port,
         };
@@ -377,7 +377,7 @@ impl ConnectionMuxer {
             let host_port = self.next_port;
             self.next_port = self.next_port.checked_add(1).unwrap_or(FIRST_HOST_PORT);
             // The loop terminates, because there are far more ports than connections.
-            if !self.connections.contains_key(&ConnectionKey {
+            if !self.connections.contains_key(&VsockConnectionKey {
                 host_port,
                 guest_port,
             }) {

@@ -35,10 +35,10 @@ pub use regs::{BootEntryState, configure_local_apic};
 use crate::kvm::vcpu_fd::VcpuFd;
 use crate::memory::{EBDA_START, GuestRam, HIGH_RAM_START};
 use crate::numbers::VcpuCountRange;
-use guest_patching::finder::{InstructionBitness, RdpmcSite, TextRange, find};
+use guest_patching::finder::{InstructionBitness, KernelTextRange, RdpmcSite, find};
 use guest_patching::{event_tables, rdpmc, topdown_events, user_rdpmc};
 use kernel_images::elf::{self, CodeBytes, ElfImage, LoadSegment};
-use kernel_images::packed::PackedSymbols;
+use kernel_images::packed::CompressedKernelSymbols;
 use kernel_images::symbols::KernelSymbols;
 use kernel_images::{ImageCorruption, KernelImageError, bzimage, kallsyms};
 
@@ -105,7 +105,7 @@ impl std::str::FromStr for BootProtocol {
 
 /// Inputs with which [`load`] loads a guest.
 #[derive(Clone, Debug)]
-pub struct BootRequest<'a> {
+pub struct GuestLoadParams<'a> {
     /// Source of the kernel image to load.
     pub kernel: &'a KernelSource,
     /// Protocol that the operator requested.
@@ -175,14 +175,14 @@ pub struct LoadedGuest {
     /// `true` if the guest's ACPI tables describe a PCI bus.
     pub pci: bool,
     /// Address ranges of the kernel's executable code.
-    pub text: Vec<TextRange>,
+    pub text: Vec<KernelTextRange>,
     /// Text symbols of the kernel, from its symbol table or from kallsyms. Empty if it has neither.
-    pub symbols: Arc<PackedSymbols>,
+    pub symbols: Arc<CompressedKernelSymbols>,
     /// RDPMC instructions of the kernel. If `patch_rdpmc` was set, each of them was replaced with a
     /// write to [`TRAP_PORT`](guest_patching::finder::TRAP_PORT).
     pub rdpmc_sites: Vec<RdpmcSite>,
     /// Tables in the file of a Linux kernel that give the event selects of perf's generic events.
-    pub event_tables: Vec<event_tables::EventTable>,
+    pub event_tables: Vec<event_tables::KernelEventTable>,
     /// Lists of top-down events in a Linux kernel file.
     pub topdown: Vec<topdown_events::TopdownList>,
     /// Guest-physical address of the instruction operand with which a Linux kernel permits RDPMC in
@@ -218,7 +218,7 @@ fn unpacked(packed: &[u8]) -> Result<Vec<u8>, BootError> {
 }
 
 /// Loads the kernel and the initrd that `request` names into `ram`.
-pub fn load(ram: &GuestRam, request: &BootRequest<'_>) -> Result<LoadedGuest, BootError> {
+pub fn load(ram: &GuestRam, request: &GuestLoadParams<'_>) -> Result<LoadedGuest, BootError> {
     let name = request.kernel.name();
     let file;
     let data: &[u8] = match request.kernel {
@@ -506,9 +506,9 @@ fn entry_point(name: &str, entry: u64, segments: &[LoadSegment<'_>]) -> Result<u
         })
 }
 
-fn text_ranges(code: &[CodeBytes<'_>]) -> Vec<TextRange> {
+fn text_ranges(code: &[CodeBytes<'_>]) -> Vec<KernelTextRange> {
     code.iter()
-        .map(|c| TextRange {
+        .map(|c| KernelTextRange {
             virt: c.virt,
             phys: c.phys,
             len_bytes: c.bytes.len() as u64,
@@ -519,7 +519,7 @@ fn text_ranges(code: &[CodeBytes<'_>]) -> Vec<TextRange> {
 /// Finds the kernel's RDPMC instructions and, if `request` says so, replaces them in guest memory.
 fn trap_rdpmc(
     ram: &GuestRam,
-    request: &BootRequest<'_>,
+    request: &GuestLoadParams<'_>,
     code: &[CodeBytes<'_>],
     symbols: &KernelSymbols,
     orc_ips: &[u64],
@@ -538,7 +538,7 @@ fn trap_rdpmc(
 #[expect(clippy::cast_possible_truncation, reason = "the layout is below 1 MiB")]
 fn load_elf(
     ram: &GuestRam,
-    request: &BootRequest<'_>,
+    request: &GuestLoadParams<'_>,
     name: &str,
     image: ElfImage<'_>,
     kind: KernelFormat,
@@ -628,7 +628,7 @@ fn load_elf(
         initrd,
         pci,
         text: text_ranges(&image.code),
-        symbols: Arc::new(PackedSymbols::new(&symbols)),
+        symbols: Arc::new(CompressedKernelSymbols::new(&symbols)),
         rdpmc_sites,
         event_tables: in_linux.map(event_tables::find).unwrap_or_default(),
         topdown: in_linux.map(topdown_events::find).unwrap_or_default(),
@@ -675,7 +675,7 @@ fn code_of_segment<'a>(segment: &LoadSegment<'a>, elf: Option<&ElfImage<'a>>) ->
 #[expect(clippy::cast_possible_truncation, reason = "the layout puts it below 4 GiB")]
 fn load_multiboot(
     ram: &GuestRam,
-    request: &BootRequest<'_>,
+    request: &GuestLoadParams<'_>,
     name: &str,
     data: &[u8],
     header: &multiboot::MultibootHeader,
@@ -754,7 +754,7 @@ fn load_multiboot(
         initrd,
         pci: request.pci,
         text: text_ranges(&code),
-        symbols: Arc::new(PackedSymbols::new(&symbols)),
+        symbols: Arc::new(CompressedKernelSymbols::new(&symbols)),
         rdpmc_sites,
         event_tables: Vec::new(),
         topdown: Vec::new(),

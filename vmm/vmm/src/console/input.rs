@@ -6,7 +6,7 @@ use std::os::fd::{AsRawFd, RawFd};
 use std::sync::Arc;
 
 use event_manager::{EventOps, EventSet, Events, MutEventSubscriber};
-use virtio_devices::console::escape::{EscapeParser, KeyAction};
+use virtio_devices::console::escape::{ConsoleEscapeParser, ConsoleKeyAction};
 use vmm_sys_util::eventfd::EventFd;
 
 use super::standard::StandardStream;
@@ -24,7 +24,7 @@ pub struct ConsoleInput {
     guest: Arc<dyn ConsoleInputSink>,
     /// Eventfd to which the subscriber writes when the operator types Ctrl-A x.
     quit: EventFd,
-    escape: EscapeParser,
+    escape: ConsoleEscapeParser,
     waiting: VecDeque<u8>,
     /// `true` if the input descriptor is in the epoll set.
     watching: bool,
@@ -47,7 +47,7 @@ impl ConsoleInput {
             source: StandardStream::of(fd),
             guest,
             quit,
-            escape: EscapeParser::default(),
+            escape: ConsoleEscapeParser::default(),
             waiting: VecDeque::new(),
             watching: false,
             always_ready: false,
@@ -98,14 +98,14 @@ impl ConsoleInput {
             Ok(n) => {
                 for byte in &bytes[..n] {
                     match self.escape.feed(*byte) {
-                        KeyAction::Guest(byte) => self.waiting.push_back(byte),
-                        KeyAction::Quit => {
+                        ConsoleKeyAction::Guest(byte) => self.waiting.push_back(byte),
+                        ConsoleKeyAction::Quit => {
                             if let Err(e) = self.quit.write(1) {
                                 log::warn!("cannot signal the end of the VM: {e}");
                             }
                         }
-                        KeyAction::Help => print_keys(),
-                        KeyAction::Nothing => {}
+                        ConsoleKeyAction::Help => print_keys(),
+                        ConsoleKeyAction::Nothing => {}
                     }
                 }
             }

@@ -6,7 +6,7 @@ use control_api::balloon::{BalloonInfo, BalloonStatistics};
 use control_api::protocol::{RequestError, RequestErrorKind};
 use virtio_devices::balloon::control::{BalloonControl, BalloonRequestError};
 use virtio_devices::balloon::pages::PAGE_BYTES;
-use virtio_devices::balloon::statistics::{GuestMemoryStatistics, StatisticTag};
+use virtio_devices::balloon::statistics::{BalloonStatisticTag, GuestMemoryStatistics};
 
 use super::session::fail;
 
@@ -44,21 +44,21 @@ pub(super) fn info(balloon: &BalloonControl) -> BalloonInfo {
 
 fn statistics(of: &GuestMemoryStatistics) -> BalloonStatistics {
     BalloonStatistics {
-        swap_in: of.get(StatisticTag::SwapIn),
-        swap_out: of.get(StatisticTag::SwapOut),
-        major_faults: of.get(StatisticTag::MajorFaults),
-        minor_faults: of.get(StatisticTag::MinorFaults),
-        free_memory: of.get(StatisticTag::FreeMemory),
-        total_memory: of.get(StatisticTag::TotalMemory),
-        available_memory: of.get(StatisticTag::AvailableMemory),
-        disk_caches: of.get(StatisticTag::DiskCaches),
-        hugetlb_allocations: of.get(StatisticTag::HugetlbAllocations),
-        hugetlb_failures: of.get(StatisticTag::HugetlbFailures),
-        oom_kill: of.get(StatisticTag::OomKills),
-        alloc_stall: of.get(StatisticTag::AllocationStalls),
-        async_scan: of.get(StatisticTag::AsyncScan),
-        direct_scan: of.get(StatisticTag::DirectScan),
-        async_reclaim: of.get(StatisticTag::AsyncReclaim),
-        direct_reclaim: of.get(StatisticTag::DirectReclaim),
+        swap_in: of.get(BalloonStatisticTag::SwapIn),
+        swap_out: of.get(BalloonStatisticTag::SwapOut),
+        major_faults: of.get(BalloonStatisticTag::MajorFaults),
+        minor_faults: of.get(BalloonStatisticTag::MinorFaults),
+        free_memory: of.get(BalloonStatisticTag::FreeMemory),
+        total_memory: of.get(BalloonStatisticTag::TotalMemory),
+        available_memory: of.get(BalloonStatisticTag::AvailableMemory),
+        disk_caches: of.get(BalloonStatisticTag::DiskCaches),
+        hugetlb_allocations: of.get(BalloonStatisticTag::HugetlbAllocations),
+        hugetlb_failures: of.get(BalloonStatisticTag::HugetlbFailures),
+        oom_kill: of.get(BalloonStatisticTag::OomKills),
+        alloc_stall: of.get(BalloonStatisticTag::AllocationStalls),
+        async_scan: of.get(BalloonStatisticTag::AsyncScan),
+        direct_scan: of.get(BalloonStatisticTag::DirectScan),
+        async_reclaim: of.get(BalloonStatisticTag::AsyncReclaim),
+        direct_reclaim: of.get(BalloonStatisticTag::DirectReclaim),
     }
 }

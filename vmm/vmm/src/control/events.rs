@@ -1,6 +1,6 @@
 //! Translation of an operator's event specification (`-e`) to a perf-core event.
 
-use control_api::events::list::{EventKind, EventSpec, SoftwareEvent};
+use control_api::events::list::{EventListEntry, PerfEventKind, SoftwareEvent};
 use perf_core::pmu::clock::ClockPmu;
 use perf_core::{Attr, EventType};
 use vpmu::ParavirtualEvent;
@@ -55,7 +55,10 @@ pub(super) enum UnsupportedEventError {
 /// # Errors
 ///
 /// Returns the [`UnsupportedEventError`] that tells why the event cannot be counted.
-pub(super) fn operator_event(pmu: &VmPmu, spec: &EventSpec) -> Result<OperatorEvent, UnsupportedEventError> {
+pub(super) fn operator_event(
+    pmu: &VmPmu,
+    spec: &EventListEntry,
+) -> Result<OperatorEvent, UnsupportedEventError> {
     let m = &spec.modifiers;
     if m.host && !m.guest {
         return Err(UnsupportedEventError::HostOnly);
@@ -64,7 +67,7 @@ pub(super) fn operator_event(pmu: &VmPmu, spec: &EventSpec) -> Result<OperatorEv
         return Err(UnsupportedEventError::Precise);
     }
     let (ty, config, config1, config2, backing, nanoseconds) = match &spec.kind {
-        EventKind::Hardware(event) => {
+        PerfEventKind::Hardware(event) => {
             let way = pmu.generic_source(*event as u64).ok_or_else(|| {
                 if pmu.has_hardware() {
                     UnsupportedEventError::NotOnHost(spec.name.clone())
@@ -78,28 +81,28 @@ pub(super) fn operator_event(pmu: &VmPmu, spec: &EventSpec) -> Result<OperatorEv
             }
             (way.ty, way.config, 0, 0, way.backing.name(), false)
         }
-        EventKind::Cache(config) if pmu.has_hardware() => {
+        PerfEventKind::Cache(config) if pmu.has_hardware() => {
             (EventType::HW_CACHE, *config, 0, 0, "hardware", false)
         }
-        EventKind::Raw {
+        PerfEventKind::Raw {
             config,
             config1,
             config2,
         } if pmu.has_hardware() => (EventType::RAW, *config, *config1, *config2, "hardware", false),
-        EventKind::Cache(_) | EventKind::Raw { .. } => {
+        PerfEventKind::Cache(_) | PerfEventKind::Raw { .. } => {
             return Err(UnsupportedEventError::NoPmu);
         }
-        EventKind::Software(event) => {
+        PerfEventKind::Software(event) => {
             let time = matches!(event, SoftwareEvent::CpuClock | SoftwareEvent::TaskClock);
             (EventType::SOFTWARE, *event as u64, 0, 0, "software", time)
         }
-        EventKind::Kvm(name) => {
+        PerfEventKind::Kvm(name) => {
             let config = pmu
                 .statistic(name)
                 .ok_or_else(|| UnsupportedEventError::NoStatistic(name.clone()))?;
             (EventType::KVM, config, 0, 0, "kvm-stat", false)
         }
-        EventKind::Paravirtual(name) => {
+        PerfEventKind::Paravirtual(name) => {
             let event = ParavirtualEvent::ALL.into_iter().find(|e| e.name() == *name);
             let way = event.and_then(|event| pmu.paravirtual_source(event));
             let way = way.ok_or_else(|| UnsupportedEventError::NoParavirtual((*name).to_owned()))?;

@@ -1,12 +1,12 @@
 //! Describes to control clients how the guest has programmed its PMU.
 
 use control_api::protocol::{GuestCounter, VcpuView};
-use vpmu::{CounterBacking, CounterView, EventRequest, GuestEvent};
+use vpmu::{CounterBacking, CounterEventRequest, DecodedCounterEvent, GuestCounterStatus};
 
-use crate::pmu::guest_view::VcpuPmuView;
+use crate::pmu::guest_view::VcpuPmuStatus;
 
 /// Converts the view of one vCPU's PMU for a client.
-pub(super) fn vcpu_view(view: &VcpuPmuView) -> VcpuView {
+pub(super) fn vcpu_view(view: &VcpuPmuStatus) -> VcpuView {
     let convert = if view.counted_by_kvm {
         kvm_counter
     } else {
@@ -22,7 +22,7 @@ pub(super) fn vcpu_view(view: &VcpuPmuView) -> VcpuView {
 }
 
 /// Converts the view of a guest counter that Perfvisor emulates.
-fn guest_counter(view: &CounterView) -> GuestCounter {
+fn guest_counter(view: &GuestCounterStatus) -> GuestCounter {
     GuestCounter {
         counter: view.counter.to_string(),
         enabled: view.enabled,
@@ -43,7 +43,7 @@ fn guest_counter(view: &CounterView) -> GuestCounter {
 
 /// Converts the view of a counter of KVM's own vPMU. Omits all values that KVM does not report:
 /// times, numbers of overflows, and counts apart from the register values.
-fn kvm_counter(view: &CounterView) -> GuestCounter {
+fn kvm_counter(view: &GuestCounterStatus) -> GuestCounter {
     let counter = guest_counter(view);
     GuestCounter {
         backing: counter
@@ -63,9 +63,9 @@ fn kvm_counter(view: &CounterView) -> GuestCounter {
 }
 
 /// Formats the event of a counter in perf's notation, with its privilege levels.
-fn request_name(request: &EventRequest) -> String {
+fn request_name(request: &CounterEventRequest) -> String {
     let name = match (request.event, request.raw_config()) {
-        (GuestEvent::Raw, Some(config)) => format!("r{config:x}"),
+        (DecodedCounterEvent::Raw, Some(config)) => format!("r{config:x}"),
         (event, _) => event.to_string(),
     };
     match (request.user, request.kernel) {
@@ -90,7 +90,7 @@ mod tests {
         // Cycles at both levels, enabled, on counter 1.
         registers.load_register(MsrAddress(PERF_CTL0 + 2), 0x0053_0076);
         registers.load_register(MsrAddress(PERF_CTR0 + 2), 0xFFFF_0000_1234);
-        let view = vcpu_view(&VcpuPmuView {
+        let view = vcpu_view(&VcpuPmuStatus {
             vcpu: 1,
             pmis: None,
             uncounted_ns: None,

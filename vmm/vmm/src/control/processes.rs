@@ -9,7 +9,7 @@ use control_api::protocol::{
     CodeMapping, MAX_PROCESS_CODE, MAX_PROCESS_MEMORY, ProcessCode, ProcessMemory, RequestError,
     RequestErrorKind,
 };
-use guest_profile::WalkBudget;
+use guest_profile::GuestMemoryReadBudget;
 use guest_profile::mappings;
 use guest_profile::task::TaskReader;
 use guest_profile::task::areas::GuestProcess;
@@ -105,7 +105,7 @@ impl GuestProcesses {
         &mut self,
         probe: &GuestSamplingContext,
         pid: u32,
-        then: impl FnOnce(&mut TaskReader<'_, '_, GuestMemoryMmap>, GuestProcess, &mut WalkBudget) -> T,
+        then: impl FnOnce(&mut TaskReader<'_, '_, GuestMemoryMmap>, GuestProcess, &mut GuestMemoryReadBudget) -> T,
     ) -> Result<T, RequestError> {
         let kernel = probe.kernel().map(|kernel| (probe.memory(), kernel));
         let known = kernel
@@ -117,7 +117,7 @@ impl GuestProcesses {
                 "the guest's kernel is not known, or does not tell where its processes are",
             );
         };
-        let mut budget = WalkBudget::new(READS, Some(TIME));
+        let mut budget = GuestMemoryReadBudget::new(READS, Some(TIME));
         let process = self
             .last
             .filter(|last| last.pid == pid)

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use perf_core::ring::Ring;
-use perf_core::{EventHandle, MapError, error_line};
+use perf_core::{EventHandle, RingMapError, error_line};
 
 use super::session::fail;
 use control_api::protocol::{RequestError, RequestErrorKind};
@@ -26,11 +26,11 @@ pub(super) fn shared_ring(
 ) -> Result<Arc<Ring>, RequestError> {
     let ring = first.map(layout.pages as usize, !layout.overwrite).map_err(|e| RequestError {
         kind: match e {
-            MapError::MemoryLimit { .. } => RequestErrorKind::Limit,
+            RingMapError::MemoryLimit { .. } => RequestErrorKind::Limit,
             _ => RequestErrorKind::Internal,
         },
         message: match &e {
-            MapError::MemoryLimit { pages, limit } => format!(
+            RingMapError::MemoryLimit { pages, limit } => format!(
                 "{pages} more pages of ring memory exceed the limit of {limit} for this user; use smaller rings (-m), \
                  or start the VM with more --ring-memory"
             ),
@@ -55,7 +55,7 @@ pub(super) fn shared_ring(
 mod tests {
     use perf_core::pmu::VcpuId;
     use perf_core::pmu::sim::SimPmu;
-    use perf_core::{Attr, EventType, OpenFlags, OpenTarget, PerfCore, SessionRole};
+    use perf_core::{Attr, EventOpenTarget, EventType, OpenFlags, PerfCore, SessionRole};
 
     use super::*;
 
@@ -74,7 +74,7 @@ mod tests {
             core.open(
                 &session,
                 attr,
-                OpenTarget::Vcpu(VcpuId(0)),
+                EventOpenTarget::Vcpu(VcpuId(0)),
                 None,
                 OpenFlags::default(),
             )

@@ -1,9 +1,9 @@
 //! Sampling parameters of an operator's events.
 
-use control_api::events::list::EventSpec;
+use control_api::events::list::EventListEntry;
 use control_api::protocol::{BranchStacks, RequestError, RequestErrorKind, SamplingParams};
 use perf_core::attr::STACK_USER_MAX;
-use perf_core::branch::{BranchFilter, BranchSampling, MAX_BRANCH_DEPTH};
+use perf_core::branch::{BranchFilter, BranchStackConfig, MAX_BRANCH_DEPTH};
 use perf_core::{Attr, SampleType, error_line};
 
 use super::session::fail;
@@ -71,14 +71,14 @@ pub(super) fn check(pmu: &VmPmu, sampling: SamplingParams) -> Result<(), Request
 
 /// Returns the parameters of an event's branch stacks. If the filter names no privilege level, the
 /// stacks contain branches at the levels at which the event counts.
-fn branch_sampling(stacks: BranchStacks, attr: &Attr) -> BranchSampling {
+fn branch_sampling(stacks: BranchStacks, attr: &Attr) -> BranchStackConfig {
     let mut filter = BranchFilter::from_bits_truncate(stacks.filter);
     if !filter.intersects(BranchFilter::LEVELS) {
         filter.set(BranchFilter::USER, !attr.exclude_user);
         filter.set(BranchFilter::KERNEL, !attr.exclude_kernel);
     }
     let number = |n| u16::try_from(n).unwrap_or(u16::MAX);
-    BranchSampling {
+    BranchStackConfig {
         filter,
         depth: number(stacks.depth),
         overhead_permille: number(stacks.overhead_permille),
@@ -87,7 +87,7 @@ fn branch_sampling(stacks: BranchStacks, attr: &Attr) -> BranchSampling {
 
 /// Sets the sampling parameters of `attr` to those of the operator. A period or frequency in
 /// `spec`, the event specification, has priority over the operator's sampling rate.
-pub(super) fn sample_with(attr: &mut Attr, sampling: SamplingParams, spec: &EventSpec) {
+pub(super) fn sample_with(attr: &mut Attr, sampling: SamplingParams, spec: &EventListEntry) {
     let (rate, frequency) = match (spec.period, spec.frequency_hz) {
         (Some(period), _) => (period, false),
         (None, Some(hz)) => (hz, true),

@@ -32,11 +32,11 @@ use super::exits::ExitWatch;
 use super::guest_view::vcpu_view;
 use super::limits::NamedLimiters;
 use super::processes::GuestProcesses;
-use super::session::{EventSession, fail, role};
+use super::session::{ControlClientEvents, fail, role};
 use crate::devices::DeviceBus;
 use crate::devices::cpu_plug::VcpuSet;
 use crate::pmu::VmPmu;
-use crate::vcpu::control::{RunControl, RunState};
+use crate::vcpu::control::{VmRunControl, VmRunState};
 use crate::vcpu::registry::VcpuRegistry;
 use crate::vcpu::slot::VcpuSlot;
 use crate::vm::migrate::OutgoingMigration;
@@ -49,7 +49,7 @@ use control_api::protocol::{
     RequestLine, VcpuPlugStatus, VcpuRefusal, VmGuestCounters, VmInfo, VmSettings, VmState,
 };
 use control_api::socket_dir::ControlSocket;
-use kernel_images::packed::PackedSymbols;
+use kernel_images::packed::CompressedKernelSymbols;
 use mmds::service::MetadataService;
 use refused::ConnectionRefusal;
 use virtio_devices::balloon::control::BalloonControl;
@@ -77,7 +77,7 @@ const LISTENER: u32 = u32::MAX;
 const LISTENERS: u32 = 2;
 
 /// Parts and properties of the VM that the control server serves.
-pub struct ControlledVm {
+pub struct VmControlInterface {
     /// Name of the VM.
     pub name: String,
     /// Name of the PMU model.
@@ -95,7 +95,7 @@ pub struct ControlledVm {
     /// Start time of the VM.
     pub started: Instant,
     /// Run state and stop reason of the VM.
-    pub control: Arc<RunControl>,
+    pub control: Arc<VmRunControl>,
     /// The PMU of the VM, with the perf core that counts the events of clients.
     pub pmu: Arc<VmPmu>,
     /// Registry of the VM's vCPUs.
@@ -105,7 +105,7 @@ pub struct ControlledVm {
     /// Rate limiters of the devices.
     pub limiters: NamedLimiters,
     /// Text symbols of the guest kernel that was loaded last.
-    pub symbols: Arc<ArcSwap<PackedSymbols>>,
+    pub symbols: Arc<ArcSwap<CompressedKernelSymbols>>,
     /// `true` if the guest kernel runs in a single address space without user processes.
     pub flat: bool,
     /// Size of the guest's memory, in bytes.
@@ -123,7 +123,7 @@ pub struct ControlledVm {
     pub looks: AtomicU64,
 }
 
-impl ControlledVm {
+impl VmControlInterface {
     /// Returns the description of the VM that a client with `role` receives.
     pub fn info(&self, role: ClientRole) -> VmInfo {
         VmInfo {
@@ -138,10 +138,10 @@ impl ControlledVm {
             console: self.console.clone(),
             virtio_console: self.virtio_console.clone(),
             state: match self.control.state() {
-                RunState::Resetting if self.control.is_pause_requested() => VmState::Paused,
-                RunState::Running | RunState::Resetting => VmState::Running,
-                RunState::Paused | RunState::Held => VmState::Paused,
-                RunState::Stopped => VmState::Stopped,
+                VmRunState::Resetting if self.control.is_pause_requested() => VmState::Paused,
+                VmRunState::Running | VmRunState::Resetting => VmState::Running,
+                VmRunState::Paused | VmRunState::Held => VmState::Paused,
+                VmRunState::Stopped => VmState::Stopped,
             },
             threads: self.registry.taken().map(|slot| slot.thread()).collect(),
             parked: u32::try_from(self.control.parked()).unwrap_or(u32::MAX),
@@ -246,7 +246,7 @@ impl ControlledVm {
 
 /// Permissions of clients of a control socket.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum SocketAccess {
+pub enum ControlSocketAccess {
     /// Access for root and the VM's user, to all requests.
     Operators,
     /// Read-only access, for every user who has write permission for the socket file.
@@ -256,7 +256,7 @@ pub enum SocketAccess {
 struct Connection {
     stream: UnixStream,
     uid: u32,
-    access: SocketAccess,
+    access: ControlSocketAccess,
     greeted: bool,
     incoming: Vec<u8>,
     outgoing: Vec<u8>,
@@ -266,7 +266,7 @@ struct Connection {
     ending: bool,
     tokens: f64,
     refilled: Instant,
-    events: Option<EventSession>,
+    events: Option<ControlClientEvents>,
     /// Watch that the client's first request for exits has started; `None` before that request.
     exits: Option<ExitWatch>,
     /// Snapshot that this client is taking, if any.
@@ -307,8 +307,8 @@ impl FdSource {
 
 /// Server of a VM's control sockets.
 pub struct ControlServer {
-    vm: Arc<ControlledVm>,
-    sockets: Vec<(SocketAccess, ControlSocket)>,
+    vm: Arc<VmControlInterface>,
+    sockets: Vec<(ControlSocketAccess, ControlSocket)>,
     connections: HashMap<u32, Connection>,
     next: u32,
     /// `true` while no connections are accepted and the listeners are not in the epoll set, because
@@ -320,7 +320,7 @@ pub struct ControlServer {
     /// Symbol text of the guest kernel, cached after the first request because it is long. Contains
     /// whether the symbols are those of the running kernel, the symbols, their description, and the
     /// file with the text.
-    symbols: Option<(bool, Arc<PackedSymbols>, KernelSymbolsReply, File)>,
+    symbols: Option<(bool, Arc<CompressedKernelSymbols>, KernelSymbolsReply, File)>,
     processes: GuestProcesses,
     /// Snapshot of a VM that a client was moving when it disconnected. Keeps the VM paused, because
     /// the VM may already run at the destination.
@@ -329,7 +329,7 @@ pub struct ControlServer {
 
 impl ControlServer {
     /// Creates a server for `vm` that listens on at most one socket per access class.
-    pub fn new(vm: Arc<ControlledVm>, sockets: Vec<(SocketAccess, ControlSocket)>) -> Self {
+    pub fn new(vm: Arc<VmControlInterface>, sockets: Vec<(ControlSocketAccess, ControlSocket)>) -> Self {
         Self {
             vm,
             sockets,
@@ -364,8 +364,8 @@ impl ControlServer {
                         // Log refused observers at a lower level, so that observers cannot flood
                         // the log.
                         let level = match access {
-                            SocketAccess::Operators => log::Level::Warn,
-                            SocketAccess::Observers => log::Level::Debug,
+                            ControlSocketAccess::Operators => log::Level::Warn,
+                            ControlSocketAccess::Observers => log::Level::Debug,
                         };
                         log::log!(level, "control socket: {}", error_line(&refused));
                     }
@@ -408,7 +408,7 @@ impl ControlServer {
     fn admit(
         &mut self,
         stream: UnixStream,
-        access: SocketAccess,
+        access: ControlSocketAccess,
         ops: &mut EventOps,
     ) -> Result<(), (UnixStream, ConnectionRefusal)> {
         match self.place(&stream, access, ops) {
@@ -424,16 +424,16 @@ impl ControlServer {
     fn place(
         &mut self,
         stream: &UnixStream,
-        access: SocketAccess,
+        access: ControlSocketAccess,
         ops: &mut EventOps,
     ) -> Result<(u32, u32), ConnectionRefusal> {
         let uid = peer::peer_uid(stream)?;
-        if access == SocketAccess::Operators && uid != 0 && uid != peer::own_uid() {
+        if access == ControlSocketAccess::Operators && uid != 0 && uid != peer::own_uid() {
             return Err(ConnectionRefusal::NotOwner(uid));
         }
         let most = match access {
-            SocketAccess::Operators => MAX_CONNECTIONS,
-            SocketAccess::Observers => MAX_OBSERVERS,
+            ControlSocketAccess::Operators => MAX_CONNECTIONS,
+            ControlSocketAccess::Observers => MAX_OBSERVERS,
         };
         if self.of_access(access).count() >= most {
             // A connection without a hello is closed to make room.
@@ -461,7 +461,7 @@ impl ControlServer {
         Ok((uid, id))
     }
 
-    fn of_access(&self, access: SocketAccess) -> impl Iterator<Item = (&u32, &Connection)> {
+    fn of_access(&self, access: ControlSocketAccess) -> impl Iterator<Item = (&u32, &Connection)> {
         self.connections.iter().filter(move |(_, c)| c.access == access)
     }
 
@@ -604,7 +604,7 @@ fn is_out_of_descriptors(e: &io::Error) -> bool {
 }
 
 impl Connection {
-    fn new(stream: UnixStream, uid: u32, access: SocketAccess) -> Self {
+    fn new(stream: UnixStream, uid: u32, access: ControlSocketAccess) -> Self {
         Self {
             stream,
             uid,
@@ -639,17 +639,17 @@ impl Connection {
     /// Returns the sustained request rate limit of the connection, in requests per second.
     fn rate(&self) -> f64 {
         match self.access {
-            SocketAccess::Operators => REQUESTS_PER_SECOND,
-            SocketAccess::Observers => REQUESTS_OF_OBSERVERS,
+            ControlSocketAccess::Operators => REQUESTS_PER_SECOND,
+            ControlSocketAccess::Observers => REQUESTS_OF_OBSERVERS,
         }
     }
 
     /// Returns the role of the client, which determines its permissions.
     fn role(&self) -> ClientRole {
         match (self.access, role(self.uid)) {
-            (SocketAccess::Observers, _) => ClientRole::Observer,
-            (SocketAccess::Operators, SessionRole::Operator) => ClientRole::Operator,
-            (SocketAccess::Operators, SessionRole::Admin | SessionRole::Guest) => ClientRole::Admin,
+            (ControlSocketAccess::Observers, _) => ClientRole::Observer,
+            (ControlSocketAccess::Operators, SessionRole::Operator) => ClientRole::Operator,
+            (ControlSocketAccess::Operators, SessionRole::Admin | SessionRole::Guest) => ClientRole::Admin,
         }
     }
 
@@ -666,7 +666,7 @@ impl Connection {
         true
     }
 
-    fn opened(&self) -> Result<&EventSession, RequestError> {
+    fn opened(&self) -> Result<&ControlClientEvents, RequestError> {
         match &self.events {
             Some(events) => Ok(events),
             None => fail(RequestErrorKind::Invalid, "no event is open"),

@@ -7,8 +7,8 @@ use std::sync::Arc;
 use perf_core::pmu::{PmuError, VcpuId, host};
 use perf_core::ring::Ring;
 use perf_core::{
-    Attr, ControlScope, EventHandle, OpenError, OpenFlags, OpenTarget, Session, SessionRole, VcpuReading,
-    error_line,
+    Attr, EventControlScope, EventHandle, EventOpenTarget, OpenFlags, PerfEventOpenError, Session,
+    SessionRole, VcpuReading, error_line,
 };
 
 use super::events::{OperatorEvent, operator_event};
@@ -16,9 +16,9 @@ use super::rings::{RingLayout, shared_ring};
 use super::sampling::{self, rate_for, sample_with};
 use crate::devices::cpu_plug::VcpuSet;
 use crate::pmu::backing;
-use crate::pmu::{HostSampling, HostSamplingError, VmPmu};
+use crate::pmu::{HostKernelSampling, HostKernelSamplingError, VmPmu};
 use crate::vcpu::registry::{self, VcpuRegistry};
-use control_api::events::list::{self, EventGroup, EventSpec};
+use control_api::events::list::{self, EventGroup, EventListEntry};
 use control_api::protocol::{
     EventReading, HostRingInfo, MAX_EVENTS, MAX_RING_PAGES, OpenedEvent, PluggedVcpuEvents, RequestError,
     RequestErrorKind, RingLoss, SampleRingInfo, SamplingParams, VcpuReadingPart,
@@ -34,7 +34,7 @@ pub(super) fn fail<T>(kind: RequestErrorKind, message: impl Into<String>) -> Res
 
 /// The perf-core events of one connection.
 #[derive(Debug)]
-pub struct EventSession {
+pub struct ControlClientEvents {
     // Fields are dropped in declaration order: the handles must close before their session.
     events: Vec<OpenEvent>,
     rings: BTreeMap<u32, Arc<Ring>>,
@@ -72,7 +72,7 @@ struct OpenEvent {
 
 /// Targets on which events are opened.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum EventTargets<'v> {
+pub enum VmEventTargets<'v> {
     /// One event on every present vCPU.
     EveryVcpu,
     /// One event on each listed vCPU.
@@ -85,7 +85,7 @@ pub enum EventTargets<'v> {
 /// Ring into which the host kernel writes the samples of one event.
 #[derive(Debug)]
 struct HostRing {
-    sampling: HostSampling,
+    sampling: HostKernelSampling,
     /// Sampling period, or frequency in Hz, that applies if the VMM samples the event instead of
     /// the host kernel.
     rate: u64,
@@ -95,10 +95,10 @@ struct HostRing {
 #[derive(Debug, thiserror::Error)]
 enum HostRingUnavailable {
     #[error(transparent)]
-    Sampling(#[from] HostSamplingError),
+    Sampling(#[from] HostKernelSamplingError),
     /// The samples would reveal data of the host that this user may not see.
     #[error(transparent)]
-    Denied(#[from] OpenError),
+    Denied(#[from] PerfEventOpenError),
 }
 
 /// Error for an event group that contains both events of the whole VM and events of vCPUs.
@@ -114,7 +114,7 @@ enum EventOpenError {
     Refused(RequestError),
 }
 
-impl EventSession {
+impl ControlClientEvents {
     /// Creates a session without events for user `uid`, on the vCPUs in `registry`.
     pub fn new(pmu: Arc<VmPmu>, uid: u32, role: SessionRole, registry: Arc<VcpuRegistry>) -> Self {
         Self {
@@ -142,20 +142,20 @@ impl EventSession {
     pub fn open(
         &mut self,
         text: &str,
-        on: EventTargets<'_>,
+        on: VmEventTargets<'_>,
         sampling: Option<SamplingParams>,
     ) -> Result<Vec<OpenedEvent>, RequestError> {
         let groups = list::parse(text).or_else(|e| fail(RequestErrorKind::Invalid, error_line(&e)))?;
         let vcpus = match on {
-            EventTargets::EveryVcpu => self.chosen(None)?,
-            EventTargets::Listed(vcpus) => self.chosen(Some(vcpus))?,
-            EventTargets::WholeVm => Vec::new(),
+            VmEventTargets::EveryVcpu => self.chosen(None)?,
+            VmEventTargets::Listed(vcpus) => self.chosen(Some(vcpus))?,
+            VmEventTargets::WholeVm => Vec::new(),
         };
         let count: usize = groups.iter().map(|g| g.events.len()).sum();
         // For the limit, an event of the whole VM counts as one event on each possible vCPU.
         let more = match on {
-            EventTargets::WholeVm => count * usize::from(self.registry.max()),
-            EventTargets::EveryVcpu | EventTargets::Listed(_) => count * vcpus.len(),
+            VmEventTargets::WholeVm => count * usize::from(self.registry.max()),
+            VmEventTargets::EveryVcpu | VmEventTargets::Listed(_) => count * vcpus.len(),
         };
         if self.open_events() + more > MAX_EVENTS {
             return fail(
@@ -174,8 +174,8 @@ impl EventSession {
         }
         let before = self.events.len();
         let places: Vec<Option<u32>> = match on {
-            EventTargets::WholeVm => vec![None],
-            EventTargets::EveryVcpu | EventTargets::Listed(_) => vcpus.into_iter().map(Some).collect(),
+            VmEventTargets::WholeVm => vec![None],
+            VmEventTargets::EveryVcpu | VmEventTargets::Listed(_) => vcpus.into_iter().map(Some).collect(),
         };
         let mut opened = Vec::with_capacity(count * places.len());
         for (nth, place) in places.into_iter().enumerate() {
@@ -194,7 +194,7 @@ impl EventSession {
                 }
             }
         }
-        if on == EventTargets::EveryVcpu {
+        if on == VmEventTargets::EveryVcpu {
             self.hotplug_events.push(HotplugEvents { groups, sampling });
         }
         Ok(opened)
@@ -275,7 +275,7 @@ impl EventSession {
             for event in &self.events[before..] {
                 event
                     .handle
-                    .enable(ControlScope::Event)
+                    .enable(EventControlScope::Event)
                     .or_else(|e| fail(RequestErrorKind::Internal, error_line(&e)))?;
                 if let Some(ring) = &event.ring
                     && let Err(e) = ring.sampling.sampler.set_enabled(true)
@@ -364,7 +364,7 @@ impl EventSession {
 
     fn open_one(
         &mut self,
-        spec: &EventSpec,
+        spec: &EventListEntry,
         vcpu: Option<u32>,
         sampling: Option<SamplingParams>,
         leader: Option<usize>,
@@ -397,7 +397,7 @@ impl EventSession {
             event.attr.exclusive = false;
         }
         let group = leader.and_then(|at| self.events.get(at)).map(|e| &e.handle);
-        let target = vcpu.map_or(OpenTarget::Vm, |vcpu| OpenTarget::Vcpu(VcpuId(vcpu)));
+        let target = vcpu.map_or(EventOpenTarget::Vm, |vcpu| EventOpenTarget::Vcpu(VcpuId(vcpu)));
         event.attr.inherit = vcpu.is_none();
         let handle = self
             .pmu
@@ -659,7 +659,7 @@ fn part(of: &VcpuReading) -> VcpuReadingPart {
 /// Returns whether the events of a group count for the whole VM, or an error if only some of them
 /// do.
 fn is_whole(group: &EventGroup) -> Result<bool, MixedGroupError> {
-    let mut whole = group.events.iter().map(EventSpec::is_of_vm);
+    let mut whole = group.events.iter().map(EventListEntry::is_of_vm);
     let first = whole.next().unwrap_or(false);
     if whole.any(|other| other != first) {
         return Err(MixedGroupError);
@@ -676,27 +676,29 @@ pub(crate) fn role(uid: u32) -> SessionRole {
     }
 }
 
-fn not_opened(error: OpenError) -> EventOpenError {
+fn not_opened(error: PerfEventOpenError) -> EventOpenError {
     let message = error_line(&error);
     let kind = match &error {
-        OpenError::NoDriver(_)
-        | OpenError::NoSuchSoftwareEvent(_)
-        | OpenError::Driver(PmuError::NoSuchEvent | PmuError::Unsupported(_)) => {
+        PerfEventOpenError::NoDriver(_)
+        | PerfEventOpenError::NoSuchSoftwareEvent(_)
+        | PerfEventOpenError::Driver(PmuError::NoSuchEvent | PmuError::Unsupported(_)) => {
             return EventOpenError::Unsupported(message);
         }
-        OpenError::HostKernelDenied
-        | OpenError::VmWideDenied
-        | OpenError::NotOwner
-        | OpenError::RawDenied => RequestErrorKind::Denied,
-        OpenError::FrequencyTooHigh { .. } => {
+        PerfEventOpenError::HostKernelDenied
+        | PerfEventOpenError::VmWideDenied
+        | PerfEventOpenError::NotOwner
+        | PerfEventOpenError::RawDenied => RequestErrorKind::Denied,
+        PerfEventOpenError::FrequencyTooHigh { .. } => {
             return EventOpenError::Refused(RequestError {
                 kind: RequestErrorKind::Limit,
                 message: format!("{message}; ask for less, or start the VM with a higher --sample-limit"),
             });
         }
-        OpenError::GroupTooLarge { .. } | OpenError::Overcommitted { .. } => RequestErrorKind::Limit,
-        OpenError::Driver(PmuError::Busy | PmuError::Mediated(_)) => RequestErrorKind::Unsupported,
-        OpenError::Driver(PmuError::Os { what, source })
+        PerfEventOpenError::GroupTooLarge { .. } | PerfEventOpenError::Overcommitted { .. } => {
+            RequestErrorKind::Limit
+        }
+        PerfEventOpenError::Driver(PmuError::Busy | PmuError::Mediated(_)) => RequestErrorKind::Unsupported,
+        PerfEventOpenError::Driver(PmuError::Os { what, source })
             if matches!(source.raw_os_error(), Some(libc::EMFILE | libc::ENFILE)) =>
         {
             let message = format!(
@@ -708,12 +710,12 @@ fn not_opened(error: OpenError) -> EventOpenError {
             });
         }
         // A denied event does not fail the request, because its other events may be countable.
-        OpenError::Driver(PmuError::Os { source, .. })
+        PerfEventOpenError::Driver(PmuError::Os { source, .. })
             if matches!(source.raw_os_error(), Some(libc::EACCES | libc::EPERM)) =>
         {
             return EventOpenError::Unsupported(backing::EVENT_DENIED.to_owned());
         }
-        OpenError::Driver(PmuError::Os { what, source }) => {
+        PerfEventOpenError::Driver(PmuError::Os { what, source }) => {
             return EventOpenError::Refused(RequestError {
                 kind: RequestErrorKind::Internal,
                 message: format!("{what}: {source}"),

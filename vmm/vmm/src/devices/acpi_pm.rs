@@ -1,7 +1,7 @@
 //! ACPI power management registers. The guest powers off through them, and receives presses of the
 //! power button as a fixed feature (ACPI 6.5, 4.8.2.2 and 4.8.3).
 
-use snapshot::state::SavedBoard;
+use snapshot::state::SavedLegacyDevices;
 
 use super::outcome::DeviceWriteOutcome;
 use super::ports;
@@ -47,12 +47,12 @@ impl AcpiPm {
     }
 
     /// Copies the registers to `board`, for a snapshot.
-    pub fn save(&self, board: &mut SavedBoard) {
+    pub fn save(&self, board: &mut SavedLegacyDevices) {
         board.acpi_pm = [self.status, self.enable, self.control];
     }
 
     /// Restores saved registers and the level of the SCI. The I/O APIC must already be restored.
-    pub fn restore(&mut self, board: &SavedBoard) {
+    pub fn restore(&mut self, board: &SavedLegacyDevices) {
         let [status, enable, control] = board.acpi_pm;
         self.status = status & PWRBTN;
         self.enable = enable;

@@ -3,7 +3,7 @@
 
 use std::time::{SystemTime, UNIX_EPOCH};
 
-use snapshot::state::SavedBoard;
+use snapshot::state::SavedLegacyDevices;
 
 use super::ports::CMOS_CENTURY;
 
@@ -100,13 +100,13 @@ impl Cmos {
     }
 
     /// Copies the registers to `board`, for a snapshot.
-    pub fn save(&self, board: &mut SavedBoard) {
+    pub fn save(&self, board: &mut SavedLegacyDevices) {
         board.cmos_index = self.index;
         board.cmos = self.memory.to_vec().into();
     }
 
     /// Restores the registers from a snapshot. Returns `false` if their values are impossible.
-    pub fn restore(&mut self, board: &SavedBoard) -> bool {
+    pub fn restore(&mut self, board: &SavedLegacyDevices) -> bool {
         let Ok(memory) = <[u8; 128]>::try_from(board.cmos.0.as_slice()) else {
             return false;
         };

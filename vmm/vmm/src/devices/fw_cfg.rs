@@ -1,7 +1,7 @@
 //! The part of QEMU's fw_cfg device that bare-metal test kernels use: a selector port and a data
 //! port that returns the selected item byte by byte.
 
-use snapshot::state::SavedBoard;
+use snapshot::state::SavedLegacyDevices;
 
 use super::ports::FW_CFG_SELECT;
 use crate::numbers::VcpuCountRange;
@@ -33,13 +33,13 @@ impl FwCfg {
     }
 
     /// Copies the registers to `board`, for a snapshot.
-    pub fn save(&self, board: &mut SavedBoard) {
+    pub fn save(&self, board: &mut SavedLegacyDevices) {
         board.fw_cfg_key = self.key;
         board.fw_cfg_offset = self.offset as u64;
     }
 
     /// Restores the registers from a snapshot.
-    pub fn restore(&mut self, board: &SavedBoard) {
+    pub fn restore(&mut self, board: &SavedLegacyDevices) {
         self.key = board.fw_cfg_key;
         self.offset = usize::try_from(board.fw_cfg_offset).unwrap_or(usize::MAX);
     }

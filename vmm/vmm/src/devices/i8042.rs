@@ -4,7 +4,7 @@
 //! A command that has a response gives it immediately. A driver that waits for a missing response
 //! polls the status port ten thousand times, with one exit per poll.
 
-use snapshot::state::SavedBoard;
+use snapshot::state::SavedLegacyDevices;
 
 use super::outcome::DeviceWriteOutcome;
 
@@ -60,14 +60,14 @@ pub(super) struct I8042 {
 
 impl I8042 {
     /// Copies the registers to `board`, for a snapshot.
-    pub fn save(&self, board: &mut SavedBoard) {
+    pub fn save(&self, board: &mut SavedLegacyDevices) {
         board.i8042_config = self.config;
         board.i8042_pending = self.pending;
         board.i8042_output = self.output;
     }
 
     /// Restores the registers from a snapshot.
-    pub fn restore(&mut self, board: &SavedBoard) {
+    pub fn restore(&mut self, board: &SavedLegacyDevices) {
         self.config = board.i8042_config;
         self.pending = board.i8042_pending;
         self.output = board.i8042_output;

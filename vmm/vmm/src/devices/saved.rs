@@ -2,7 +2,7 @@
 
 use std::sync::atomic::Ordering;
 
-use snapshot::state::{SavedBoard, SavedDevice};
+use snapshot::state::{SavedDevice, SavedLegacyDevices};
 use virtio_devices::transport::saved::RestoreDeviceError;
 
 use super::{CONTROL_A_RESET, DeviceBus, lock};
@@ -35,8 +35,8 @@ impl DeviceBus {
     /// Returns the state of all devices except the virtio devices. No vCPU may run. Returns `None`
     /// while an ejected processor has not been fetched with
     /// [`CpuHotplugDevice::take_ejected`](super::cpu_plug::CpuHotplugDevice::take_ejected).
-    pub fn save(&self) -> Option<SavedBoard> {
-        let mut board = SavedBoard {
+    pub fn save(&self) -> Option<SavedLegacyDevices> {
+        let mut board = SavedLegacyDevices {
             serial: self.serial.save(),
             cpu_plug: match &self.cpu_plug {
                 Some(plug) => Some(plug.save()?),
@@ -46,7 +46,7 @@ impl DeviceBus {
             control_a: self.control_a.load(Ordering::Relaxed),
             control_b_reads: self.control_b_reads.load(Ordering::Relaxed),
             pci_address: self.pci.as_ref().map_or(0, |pci| pci.address()),
-            ..SavedBoard::default()
+            ..SavedLegacyDevices::default()
         };
         lock(&self.cmos).save(&mut board);
         lock(&self.i8042).save(&mut board);
@@ -60,7 +60,11 @@ impl DeviceBus {
     ///
     /// # Errors
     /// Returns a [`RestoreBoardError`] if the state is invalid, or if the virtio devices differ.
-    pub fn restore(&self, board: &SavedBoard, devices: &[SavedDevice]) -> Result<(), RestoreBoardError> {
+    pub fn restore(
+        &self,
+        board: &SavedLegacyDevices,
+        devices: &[SavedDevice],
+    ) -> Result<(), RestoreBoardError> {
         let here = self.pci.as_ref().map_or(0, |pci| pci.device_count());
         if here != devices.len() {
             return Err(RestoreBoardError::Devices {
@@ -156,7 +160,7 @@ mod tests {
     #[test]
     fn impossible_boards_are_refused_by_name() {
         let saved = bus().save().unwrap();
-        let refused = |saved: &SavedBoard| bus().restore(saved, &[]).unwrap_err().to_string();
+        let refused = |saved: &SavedLegacyDevices| bus().restore(saved, &[]).unwrap_err().to_string();
         let mut short = saved.clone();
         short.cmos.0.pop();
         assert!(refused(&short).contains("CMOS"));

@@ -1,7 +1,7 @@
 //! Accesses guest memory for a debugger, through the page tables of a vCPU. Reads hide the
 //! debugger's own breakpoints.
 
-use guest_profile::memory::{GuestRegs, WalkBudget};
+use guest_profile::memory::{GuestMemoryReadBudget, GuestRegs};
 use guest_profile::paging::{AddressSpace, UnsupportedPaging};
 use vm_memory::{Bytes, GuestAddress, GuestMemoryMmap};
 
@@ -27,7 +27,7 @@ pub fn physical(memory: &GuestMemoryMmap, registers: &VcpuRegisters, address: u6
     };
     match AddressSpace::of(memory, &regs) {
         Ok(mut space) => space
-            .physical(address, &mut WalkBudget::new(MAX_READS, None))
+            .physical(address, &mut GuestMemoryReadBudget::new(MAX_READS, None))
             .ok(),
         Err(UnsupportedPaging::PagingOff) => Some(address),
         Err(UnsupportedPaging::Legacy | UnsupportedPaging::Pae) => None,

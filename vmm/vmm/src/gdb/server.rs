@@ -18,7 +18,7 @@ use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
 use super::target::GdbTarget;
 use crate::console::poll::wait_readable;
 use crate::console::stream::Listener;
-use crate::vcpu::control::{RunControl, VmStopReason};
+use crate::vcpu::control::{VmRunControl, VmStopReason};
 use crate::vcpu::debugger::{Debugger, VcpuStopError};
 use crate::vm::RunningVm;
 
@@ -165,7 +165,7 @@ enum WakeReason {
 /// State of the thread that serves debuggers.
 struct GdbServerLoop {
     machine: GdbTarget,
-    control: Arc<RunControl>,
+    control: Arc<VmRunControl>,
     listener: Listener,
     end: EventFd,
     client: Current,

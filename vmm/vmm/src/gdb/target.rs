@@ -20,7 +20,7 @@ use vm_memory::GuestMemoryMmap;
 
 use super::arch::{GdbX86, PacketRegisters};
 use super::{memory, registers};
-use crate::vcpu::control::RunControl;
+use crate::vcpu::control::VmRunControl;
 use crate::vcpu::debugger::{
     BreakpointAccess, DebugStop, DebugStopCause, Debugger, HardwareBreakpoint, ResumeAction, VcpuRegisters,
     VcpuStopError,
@@ -38,7 +38,7 @@ const EINVAL: u8 = 22;
 
 /// The machine, as the gdb stub controls it.
 pub struct GdbTarget {
-    control: Arc<RunControl>,
+    control: Arc<VmRunControl>,
     registry: Arc<VcpuRegistry>,
     memory: GuestMemoryMmap,
     /// Maximum number of hardware breakpoints that the debugger may set.
@@ -63,7 +63,7 @@ fn vcpu(tid: Tid) -> Option<u8> {
 impl GdbTarget {
     /// Creates the gdb target for a VM.
     pub fn new(
-        control: Arc<RunControl>,
+        control: Arc<VmRunControl>,
         registry: Arc<VcpuRegistry>,
         memory: GuestMemoryMmap,
         max_hardware_points: usize,

@@ -10,7 +10,7 @@ use vm_memory::{Bytes, GuestAddress};
 
 use super::server::{GdbServer, GdbSocket};
 use crate::testing::{self, CODE};
-use crate::vcpu::control::{RunState, VmStopReason};
+use crate::vcpu::control::{VmRunState, VmStopReason};
 use crate::vm::{DebuggerConfig, RunningVm};
 
 /// Guest code that increments [`COUNTER`] forever: `inc dword [0x200000]`, then a jump back to it.
@@ -50,7 +50,7 @@ impl DebuggedVm {
         let mut gdb = Gdb(UnixStream::connect(&self.path).unwrap());
         let said = gdb.ask("?");
         assert!(said.starts_with('T') || said.starts_with('S'), "{said}");
-        assert_eq!(self.vm.control().state(), RunState::Held);
+        assert_eq!(self.vm.control().state(), VmRunState::Held);
         gdb
     }
 
@@ -245,7 +245,7 @@ fn detach_removes_breakpoints() {
         leave(gdb, place);
         vm.goes_on();
         assert_eq!((there(&vm), vm.code()), (original, COUNTS));
-        assert_eq!(vm.vm.control().state(), RunState::Running);
+        assert_eq!(vm.vm.control().state(), VmRunState::Running);
     }
 }
 

@@ -22,8 +22,8 @@ use super::vcpu_fd::VcpuFd;
 /// bytes.
 pub(super) unsafe trait KvmStruct: Copy {}
 
-// SAFETY: see the definitions in include/uapi and arch/x86/include/uapi of Linux, which have explicit
-// padding fields.
+// SAFETY: see the definitions in include/uapi and arch/x86/include/uapi of Linux, which have
+// explicit padding fields.
 unsafe impl KvmStruct for kvm_regs {}
 // SAFETY: as above.
 unsafe impl KvmStruct for kvm_sregs {}

@@ -5,7 +5,7 @@ use kvm_bindings::{
     KVM_IRQCHIP_IOAPIC, KVM_IRQCHIP_PIC_MASTER, KVM_IRQCHIP_PIC_SLAVE, kvm_irqchip, kvm_pit_state2,
 };
 
-use snapshot::state::SavedVm;
+use snapshot::state::SavedKvmDevices;
 
 use super::bytes::{from_bytes, to_bytes};
 use super::call::KvmIoctlError;
@@ -46,8 +46,8 @@ impl IrqchipState {
     }
 
     /// Returns the state for a snapshot, which also contains the value `clock_ns` of kvmclock.
-    pub fn to_saved(&self, clock_ns: u64) -> SavedVm {
-        SavedVm {
+    pub fn to_saved(&self, clock_ns: u64) -> SavedKvmDevices {
+        SavedKvmDevices {
             irqchips: self.irq.iter().map(to_bytes).collect(),
             pit: to_bytes(&self.pit),
             clock_ns,
@@ -56,7 +56,7 @@ impl IrqchipState {
 
     /// Returns the state that a snapshot contains. Returns `None` if the snapshot does not contain
     /// three interrupt controllers and a timer.
-    pub fn from_saved(saved: &SavedVm) -> Option<Self> {
+    pub fn from_saved(saved: &SavedKvmDevices) -> Option<Self> {
         let irq: Vec<kvm_irqchip> = saved.irqchips.iter().map(from_bytes).collect::<Option<_>>()?;
         let ids: Vec<u32> = irq.iter().map(|chip| chip.chip_id).collect();
         (ids == CHIPS).then_some(())?;

@@ -11,7 +11,7 @@ use kvm_bindings::{KVM_PMU_EVENT_ALLOW, KVM_PMU_EVENT_DENY, KVMIO, kvm_pmu_event
 use vmm_sys_util::ioctl::ioctl_with_ptr;
 use vmm_sys_util::ioctl_iow_nr;
 use vpmu::events::UnitMask;
-use vpmu::filter::FilterAction;
+use vpmu::filter::EventFilterAction;
 use vpmu::{EventFilter, Vendor};
 
 use super::call::KvmIoctlError;
@@ -110,8 +110,8 @@ impl KvmEventFilter {
         }
         Ok(Self {
             action: match filter.action() {
-                FilterAction::Allow => KVM_PMU_EVENT_ALLOW,
-                FilterAction::Deny => KVM_PMU_EVENT_DENY,
+                EventFilterAction::Allow => KVM_PMU_EVENT_ALLOW,
+                EventFilterAction::Deny => KVM_PMU_EVENT_DENY,
             },
             fixed_counter_bitmap: filter.fixed_counters().into(),
             flags: if takes_masks && !plain {
@@ -171,7 +171,7 @@ use request::KVM_SET_PMU_EVENT_FILTER;
 mod tests {
     use proptest::prelude::*;
     use vpmu::events::{EventSelect, EventSelection};
-    use vpmu::filter::{FilterEntrySpec, FilterSpec};
+    use vpmu::filter::{EventFilterEntrySpec, EventFilterSpec};
 
     use super::*;
 
@@ -253,14 +253,14 @@ mod tests {
         listed == (filter.action == KVM_PMU_EVENT_ALLOW)
     }
 
-    fn entry() -> impl Strategy<Value = FilterEntrySpec> {
+    fn entry() -> impl Strategy<Value = EventFilterEntrySpec> {
         (
             prop_oneof![Just(0xC0u64), Just(0x2E), Just(0x120)],
             any::<u8>(),
             any::<u8>(),
             any::<bool>(),
         )
-            .prop_map(|(select, mask, matches, exclude)| FilterEntrySpec {
+            .prop_map(|(select, mask, matches, exclude)| EventFilterEntrySpec {
                 select,
                 umask: None,
                 umask_mask: Some(mask.into()),
@@ -282,8 +282,8 @@ mod tests {
             select in prop_oneof![Just(0xC0u16), Just(0x2E), Just(0x120), Just(0x20)],
             umask in any::<u8>(),
         ) {
-            let action = if allow { FilterAction::Allow } else { FilterAction::Deny };
-            let ours = EventFilter::new(&FilterSpec { action, fixed_counters, events }).unwrap();
+            let action = if allow { EventFilterAction::Allow } else { EventFilterAction::Deny };
+            let ours = EventFilter::new(&EventFilterSpec { action, fixed_counters, events }).unwrap();
             let vendor = if amd { Vendor::Amd } else { Vendor::Intel };
             let select = if amd { select } else { select & 0xFF };
             let Ok(theirs) = KvmEventFilter::new(&ours, vendor, masks) else {

@@ -1,7 +1,6 @@
 //! Access to KVM: host probes, guest CPUID, the MSR filter, and ioctls that kvm-ioctls does not
 //! wrap.
 
-pub mod armed_vcpu;
 mod bytes;
 pub mod call;
 pub mod chips;
@@ -10,6 +9,7 @@ pub mod event_filter;
 pub mod execution;
 pub mod host;
 pub mod initial_state;
+pub mod kickable_vcpu;
 pub mod memslot;
 pub mod misc_enable;
 pub mod msr_filter;

@@ -10,9 +10,9 @@ use std::time::{Duration, Instant};
 
 use kvm_ioctls::Kvm;
 use perf_core::attr::{Attr, EventType};
-use perf_core::pmu::clock::VcpuClock;
-use perf_core::pmu::host::{HostPmu, HostProbe};
-use perf_core::pmu::{Pmu, PmuEvent, PmuTarget, VcpuId};
+use perf_core::pmu::clock::VcpuRunTimeClock;
+use perf_core::pmu::host::{HostPerfCapabilities, HostPmu};
+use perf_core::pmu::{Pmu, PmuEvent, PmuEventTarget, VcpuId};
 use vm_memory::{Bytes, GuestAddress, GuestMemoryMmap};
 
 use super::host::KvmHostError;
@@ -89,14 +89,14 @@ impl RotationCost {
 /// - [`KvmHostError::Probe`] if KVM rejects a call that every VM needs.
 /// - [`KvmHostError::Event`] if the host rejects the event.
 /// - [`KvmHostError::Silent`] if the guest does not start.
-pub fn probe(kvm: &Kvm, perf: &HostProbe) -> Result<RotationCost, KvmHostError> {
+pub fn probe(kvm: &Kvm, perf: &HostPerfCapabilities) -> Result<RotationCost, KvmHostError> {
     let mut guest = TinyGuest::new(kvm, 3, &COUNT)?;
     let TinyGuest { vcpu, memory, .. } = &mut guest;
     let memory = &*memory;
     let tid = AtomicI32::new(0);
     thread::scope(|scope| {
         let runner = scope.spawn(|| {
-            tid.store(VcpuClock::for_current_thread(1).tid(), Ordering::Release);
+            tid.store(VcpuRunTimeClock::for_current_thread(1).tid(), Ordering::Release);
             // Repeat KVM_RUN after a signal. Any other error ends the guest.
             while let Err(e) = vcpu.run().map(drop) {
                 if e.errno() != libc::EINTR && e.errno() != libc::EAGAIN {
@@ -115,7 +115,7 @@ pub fn probe(kvm: &Kvm, perf: &HostProbe) -> Result<RotationCost, KvmHostError> 
 fn measure(
     memory: &GuestMemoryMmap,
     tid: &AtomicI32,
-    perf: &HostProbe,
+    perf: &HostPerfCapabilities,
 ) -> Result<RotationCost, KvmHostError> {
     let rounds = || memory.read_obj::<u64>(GuestAddress(DATA)).unwrap_or(0);
     let begun = Instant::now();
@@ -156,12 +156,12 @@ fn during(rounds: &impl Fn() -> u64, mut turn: impl FnMut()) -> (f64, f64, f64) 
     (begun.elapsed().as_secs_f64(), (rounds() - first) as f64, turns)
 }
 
-fn event(tid: i32, perf: &HostProbe) -> Result<Box<dyn PmuEvent>, KvmHostError> {
+fn event(tid: i32, perf: &HostPerfCapabilities) -> Result<Box<dyn PmuEvent>, KvmHostError> {
     /// `PERF_COUNT_HW_CPU_CYCLES`.
     const CYCLES: u64 = 0;
     /// `PERF_COUNT_SW_CONTEXT_SWITCHES`.
     const SWITCHES: u64 = 3;
-    let target = PmuTarget::Vcpu { vcpu: VcpuId(0), tid };
+    let target = PmuEventTarget::Vcpu { vcpu: VcpuId(0), tid };
     let opened = if perf.slots() > 0 {
         let attr = Attr {
             exclude_host: true,
@@ -199,7 +199,7 @@ mod tests {
             eprintln!("SKIP: no KVM");
             return;
         };
-        let cost = probe(&kvm, &HostProbe::run()).expect("a guest of three instructions");
+        let cost = probe(&kvm, &HostPerfCapabilities::run()).expect("a guest of three instructions");
         assert!(cost.cost_us.is_finite() && cost.cost_us >= 0.0, "{cost:?}");
         eprintln!("a turn costs {:.1} us", cost.cost_us);
     }

@@ -9,8 +9,8 @@ use kvm_bindings::{
 
 use super::call::KvmIoctlError;
 
-/// File descriptor of a vCPU. [`ArmedVcpu`](super::armed_vcpu::ArmedVcpu) takes ownership of it to
-/// run the vCPU.
+/// File descriptor of a vCPU. [`KickableVcpu`](super::kickable_vcpu::KickableVcpu) takes ownership
+/// of it to run the vCPU.
 #[derive(Debug)]
 pub struct VcpuFd(kvm_ioctls::VcpuFd);
 

@@ -9,12 +9,12 @@ use kvm_bindings::{
     KVM_CPUID_FLAG_SIGNIFCANT_INDEX, Msrs, kvm_msr_entry,
 };
 use kvm_ioctls::Kvm;
-use perf_core::pmu::host::HostProbe;
+use perf_core::pmu::host::HostPerfCapabilities;
 use serde::Serialize;
 use vpmu::cpuid::LEAF_ARCH_PERFMON;
 use vpmu::registers::IA32_PERF_CAPABILITIES;
 use vpmu::{
-    ArchEventSet, CounterNumbers, CpuidRegs, HostPmuProperties, ModelError, PmuGeneration, PmuModel,
+    ArchEventSet, CounterNumbers, CpuidRegs, HostPmuProperties, PmuGeneration, PmuModel, PmuModelError,
     PmuModelName, Vendor,
 };
 
@@ -106,7 +106,7 @@ pub enum KvmVpmuModelError {
     },
     /// The requested model is invalid on any host.
     #[error(transparent)]
-    PmuModel(#[from] ModelError),
+    PmuModel(#[from] PmuModelError),
 }
 
 /// Capabilities of KVM's own vPMU.
@@ -154,7 +154,7 @@ impl std::fmt::Display for KvmPmuCapabilities {
 ///
 /// # Errors
 /// Returns a [`KvmVpmuUnavailable`] if the vPMU is unavailable.
-pub fn probe(kvm: &Kvm, host: &HostProbe) -> Result<KvmPmuCapabilities, KvmVpmuUnavailable> {
+pub fn probe(kvm: &Kvm, host: &HostPerfCapabilities) -> Result<KvmPmuCapabilities, KvmVpmuUnavailable> {
     if kvm.check_extension_raw(u64::from(KVM_CAP_PMU_CAPABILITY)) <= 0 {
         return Err(match parameter("kvm", "enable_pmu") {
             Some(false) => match &host.no_slots_because {
@@ -274,7 +274,7 @@ impl KvmPmuCapabilities {
             }
         };
         if name == PmuModelName::Host && (counters.is_some() || width.is_some()) {
-            return Err(ModelError::NotAdjustable("host").into());
+            return Err(PmuModelError::NotAdjustable("host").into());
         }
         let numbers = counters.map_or(default, |asked| CounterNumbers {
             fixed: asked.fixed.or(default.fixed),

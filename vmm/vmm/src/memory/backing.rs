@@ -228,8 +228,8 @@ fn map_range(
     let address = region.as_ptr().wrapping_add(range.start).cast();
     let prot = libc::PROT_READ | libc::PROT_WRITE;
     let flags = libc::MAP_PRIVATE | libc::MAP_FIXED | libc::MAP_NORESERVE;
-    // SAFETY: the range is part of one mapping of guest memory, without Rust references, and the new
-    // mapping replaces it. Its owner unmaps the range as before. A file that is truncated later
+    // SAFETY: the range is part of one mapping of guest memory, without Rust references, and the
+    // new mapping replaces it. Its owner unmaps the range as before. A file that is truncated later
     // causes SIGBUS, which ends the VM.
     let mapped = unsafe { libc::mmap(address, range.len(), prot, flags, file.as_raw_fd(), offset) };
     if mapped == libc::MAP_FAILED {

@@ -132,9 +132,9 @@ impl WriteProtector {
                 mode: REGISTER_MODE_WP,
                 ioctls: 0,
             };
-            // SAFETY: the call reads and writes one `struct uffdio_register`, which outlives it. The
-            // range is guest memory, whose contents do not change. Accesses go on as before, because
-            // the kernel lifts each protection itself.
+            // SAFETY: the call reads and writes one `struct uffdio_register`, which outlives it.
+            // The range is guest memory, whose contents do not change. Accesses go on as before,
+            // because the kernel lifts each protection itself.
             if unsafe { libc::ioctl(self.userfaultfd.as_raw_fd(), UFFDIO_REGISTER, &raw mut range) } != 0 {
                 return Err(io::Error::last_os_error());
             }
@@ -340,8 +340,8 @@ fn protect(pagemap: &File, address: u64, dirty: &mut [bool]) -> io::Result<()> {
         category_anyof_mask: 0,
         return_mask: PAGE_IS_WRITTEN,
     };
-    // SAFETY: the call reads and writes `args`, and writes at most `vec_len` entries of `regions`. Both
-    // outlive it. The protected range is guest memory, whose contents do not change.
+    // SAFETY: the call reads and writes `args`, and writes at most `vec_len` entries of `regions`.
+    // Both outlive it. The protected range is guest memory, whose contents do not change.
     let found = unsafe { libc::ioctl(pagemap.as_raw_fd(), PAGEMAP_SCAN, &raw mut args) };
     let found = usize::try_from(found).map_err(|_| io::Error::last_os_error())?;
     // The array can hold all ranges of a chunk. If the scan ended early, the rest counts as

@@ -6,8 +6,10 @@ use crate::kvm::host::Kvm;
 use crate::kvm::stepping::SteppingSupport;
 use crate::kvm::vpmu_probe::{self, KvmPmuCapabilities, KvmVpmuUnavailable};
 use guest_patching::rdpmc::RdpmcMode;
-use perf_core::pmu::host::HostProbe;
-use vpmu::{ArchEvent, ArchEventSet, BackingPolicy, EventSources, ParavirtualEvent, PmiShare, Vendor};
+use perf_core::pmu::host::HostPerfCapabilities;
+use vpmu::{
+    ArchEvent, ArchEventSet, CounterBackingPolicy, CounterBackingSelector, ParavirtualEvent, PmiShare, Vendor,
+};
 
 /// Message for an event that cannot be counted because the host's kernel denies perf events to the
 /// VM's user.
@@ -17,7 +19,7 @@ pub const EVENT_DENIED: &str = "this host does not let the VM's user count it; s
 /// Error when the chosen backing (source of the guest's counts) cannot be used on this host or with
 /// other options.
 #[derive(Debug, thiserror::Error)]
-pub enum BackingError {
+pub enum CounterBackingError {
     /// `--backing hardware` was given on a host without a usable PMU.
     #[error("--backing hardware: {0}; use --backing auto, which derives cycles from the vCPU's run time{1}")]
     NoHardware(String, &'static str),
@@ -51,25 +53,26 @@ pub enum BackingError {
 /// of the vPMU.
 ///
 /// # Errors
-/// Returns [`BackingError::OwnAnswers`], [`BackingError::OwnPmis`] or [`BackingError::OwnShare`] for
-/// an unsupported option, and [`BackingError::NoOwn`] if KVM offers no vPMU.
+/// Returns [`CounterBackingError::OwnAnswers`], [`CounterBackingError::OwnPmis`] or
+/// [`CounterBackingError::OwnShare`] for an unsupported option, and [`CounterBackingError::NoOwn`]
+/// if KVM offers no vPMU.
 pub fn check_own(
     kvm: &Kvm,
-    probe: &HostProbe,
+    probe: &HostPerfCapabilities,
     rdpmc: RdpmcMode,
     pmi_limit: Option<u32>,
     pmi_share: Option<PmiShare>,
-) -> Result<KvmPmuCapabilities, BackingError> {
+) -> Result<KvmPmuCapabilities, CounterBackingError> {
     if rdpmc == RdpmcMode::Hwbp {
-        return Err(BackingError::OwnAnswers);
+        return Err(CounterBackingError::OwnAnswers);
     }
     if pmi_limit.is_some() {
-        return Err(BackingError::OwnPmis);
+        return Err(CounterBackingError::OwnPmis);
     }
     if pmi_share.is_some() {
-        return Err(BackingError::OwnShare);
+        return Err(CounterBackingError::OwnShare);
     }
-    let own = vpmu_probe::probe(kvm, probe).map_err(BackingError::NoOwn)?;
+    let own = vpmu_probe::probe(kvm, probe).map_err(CounterBackingError::NoOwn)?;
     if own.mediated {
         log::warn!(
             "--backing kvm: the vPMU is mediated: the host's hardware events cannot count this guest (cycles by the clock and software events can)"
@@ -82,11 +85,11 @@ pub fn check_own(
 /// vCPUs. Logs what it cannot count on this host.
 ///
 /// # Errors
-/// Returns [`BackingError::NoSteps`] if KVM cannot single-step guests, and
-/// [`BackingError::NoBlocking`] if it cannot block interrupts during a step.
-pub fn check_stepping(host: SteppingSupport, cpus: u8) -> Result<(), BackingError> {
+/// Returns [`CounterBackingError::NoSteps`] if KVM cannot single-step guests, and
+/// [`CounterBackingError::NoBlocking`] if it cannot block interrupts during a step.
+pub fn check_stepping(host: SteppingSupport, cpus: u8) -> Result<(), CounterBackingError> {
     if !host.kernel {
-        return Err(BackingError::NoSteps);
+        return Err(CounterBackingError::NoSteps);
     }
     if !host.user {
         log::warn!(
@@ -94,7 +97,7 @@ pub fn check_stepping(host: SteppingSupport, cpus: u8) -> Result<(), BackingErro
             instructions are not counted"
         );
     } else if !host.blocks_interrupts {
-        return Err(BackingError::NoBlocking);
+        return Err(CounterBackingError::NoBlocking);
     } else if cpus > 1 && !host.breakpoints {
         log::warn!(
             "--backing exact: hardware breakpoints in guests do not trigger on this host's KVM; \
@@ -110,10 +113,13 @@ pub fn check_stepping(host: SteppingSupport, cpus: u8) -> Result<(), BackingErro
 /// thread and uses POSIX timers.
 ///
 /// # Errors
-/// Returns [`BackingError::NoHardware`] with the reason and a remedy.
-pub fn check_policy(policy: BackingPolicy, probe: &HostProbe) -> Result<(), BackingError> {
+/// Returns [`CounterBackingError::NoHardware`] with the reason and a remedy.
+pub fn check_policy(
+    policy: CounterBackingPolicy,
+    probe: &HostPerfCapabilities,
+) -> Result<(), CounterBackingError> {
     match policy {
-        BackingPolicy::Hardware if !probe.hardware_pmu => Err(BackingError::NoHardware(
+        CounterBackingPolicy::Hardware if !probe.hardware_pmu => Err(CounterBackingError::NoHardware(
             probe
                 .no_slots_because
                 .clone()
@@ -126,18 +132,25 @@ pub fn check_policy(policy: BackingPolicy, probe: &HostProbe) -> Result<(), Back
 
 /// Returns a message with the reason why `--backing auto` counts with the clock on a host that has
 /// a PMU. Returns `None` if another policy was chosen or the PMU can be used.
-pub fn clock_fallback(policy: BackingPolicy, probe: &HostProbe) -> Option<String> {
+pub fn clock_fallback(policy: CounterBackingPolicy, probe: &HostPerfCapabilities) -> Option<String> {
     let has_unusable_pmu = probe.hybrid || probe.mediated;
     let reason = probe.no_slots_because.as_ref().filter(|_| has_unusable_pmu)?;
-    (policy == BackingPolicy::Auto).then(|| format!("cycles are counted by the clock: {reason}"))
+    (policy == CounterBackingPolicy::Auto).then(|| format!("cycles are counted by the clock: {reason}"))
 }
 
 /// Returns a message if a VM with this policy conflicts with VMs that use KVM's mediated vPMU, and
 /// `None` otherwise. `mediated` states whether this host offers the mediated vPMU. VMs with a
 /// mediated vPMU and host events that count guests exclude each other (`perf_create_mediated_pmu`,
 /// Linux 7.0).
-pub fn mediated_conflict(policy: BackingPolicy, probe: &HostProbe, mediated: bool) -> Option<&'static str> {
-    let opens_events = matches!(policy, BackingPolicy::Auto | BackingPolicy::Hardware) && probe.hardware_pmu;
+pub fn mediated_conflict(
+    policy: CounterBackingPolicy,
+    probe: &HostPerfCapabilities,
+    mediated: bool,
+) -> Option<&'static str> {
+    let opens_events = matches!(
+        policy,
+        CounterBackingPolicy::Auto | CounterBackingPolicy::Hardware
+    ) && probe.hardware_pmu;
     (mediated && opens_events).then_some(
         "this host's KVM offers mediated vPMUs (enable_mediated_pmu=1): while this guest counts with the host's PMU, no VM with such \
          a vPMU can be created (EBUSY); --backing clock leaves the PMU to them",
@@ -146,7 +159,7 @@ pub fn mediated_conflict(policy: BackingPolicy, probe: &HostProbe, mediated: boo
 
 /// Returns a one-line message with the remedy and the events that a VM cannot count, if the host
 /// denies perf events to the VM's user. Returns `None` if the host allows perf events.
-pub fn denied_events(probe: &HostProbe) -> Option<String> {
+pub fn denied_events(probe: &HostPerfCapabilities) -> Option<String> {
     if probe.software_clock {
         return None;
     }
@@ -176,11 +189,11 @@ fn paranoid_remedy(paranoid: Option<i32>) -> &'static str {
 /// the host's processor. `statistic` returns the event config with which the KVM driver counts the
 /// named KVM statistic.
 pub fn sources(
-    policy: BackingPolicy,
-    probe: &HostProbe,
+    policy: CounterBackingPolicy,
+    probe: &HostPerfCapabilities,
     host: Vendor,
     statistic: impl FnMut(&'static str) -> Option<u64>,
-) -> EventSources {
+) -> CounterBackingSelector {
     sources_of(
         policy,
         probe.hardware_pmu.then_some(host),
@@ -192,18 +205,18 @@ pub fn sources(
 /// Returns the sources that can count events under `policy`. `hardware` is the vendor of the host's
 /// PMU if it can be used, and `opens` contains the generic events that the host can open.
 pub(super) fn sources_of(
-    policy: BackingPolicy,
+    policy: CounterBackingPolicy,
     hardware: Option<Vendor>,
     opens: ArchEventSet,
     mut statistic: impl FnMut(&'static str) -> Option<u64>,
-) -> EventSources {
-    EventSources::new(policy, hardware, |event| statistic(statistic_of(event)?))
+) -> CounterBackingSelector {
+    CounterBackingSelector::new(policy, hardware, |event| statistic(statistic_of(event)?))
         .opening(opens)
         .on_signature(read_host(1, 0).eax)
 }
 
 /// Returns the architectural events that the host's kernel can open as generic events.
-pub(super) fn opened(probe: &HostProbe) -> ArchEventSet {
+pub(super) fn opened(probe: &HostPerfCapabilities) -> ArchEventSet {
     let opens = |event: &ArchEvent| {
         let generic = probe.generic.iter().find(|generic| generic.name == event.name());
         probe.hardware_pmu && generic.is_some_and(|generic| generic.opens)
@@ -224,7 +237,12 @@ fn statistic_of(event: ParavirtualEvent) -> Option<&'static str> {
 
 /// Returns the architectural events of vendor `model` that can be counted under `policy` on this
 /// host. `host` is the vendor of the host's processor.
-pub fn backability(policy: BackingPolicy, probe: &HostProbe, model: Vendor, host: Vendor) -> ArchEventSet {
+pub fn backability(
+    policy: CounterBackingPolicy,
+    probe: &HostPerfCapabilities,
+    model: Vendor,
+    host: Vendor,
+) -> ArchEventSet {
     sources(policy, probe, host, |_| None).backability(model)
 }
 
@@ -234,8 +252,8 @@ mod tests {
     use perf_core::pmu::MEDIATED_NEIGHBOUR;
     use perf_core::pmu::host::{GenericEvent, HostCounters};
 
-    fn no_pmu() -> HostProbe {
-        HostProbe {
+    fn no_pmu() -> HostPerfCapabilities {
+        HostPerfCapabilities {
             hardware_pmu: false,
             counters: HostCounters::default(),
             no_slots_because: Some("the host opens no hardware event: No such file or directory".into()),
@@ -256,11 +274,11 @@ mod tests {
     fn host_without_pmu_counts_only_by_clock() {
         let probe = no_pmu();
         assert_eq!(
-            backability(BackingPolicy::Auto, &probe, Vendor::Intel, Vendor::Amd),
+            backability(CounterBackingPolicy::Auto, &probe, Vendor::Intel, Vendor::Amd),
             ArchEventSet::CLOCK
         );
-        assert!(check_policy(BackingPolicy::Auto, &probe).is_ok());
-        let line = check_policy(BackingPolicy::Hardware, &probe)
+        assert!(check_policy(CounterBackingPolicy::Auto, &probe).is_ok());
+        let line = check_policy(CounterBackingPolicy::Hardware, &probe)
             .unwrap_err()
             .to_string();
         assert!(
@@ -278,7 +296,7 @@ mod tests {
             config: 0,
             opens: true,
         };
-        let probe = HostProbe {
+        let probe = HostPerfCapabilities {
             hardware_pmu: true,
             generic: [
                 "cycles",
@@ -291,7 +309,7 @@ mod tests {
             .into(),
             ..no_pmu()
         };
-        let of = |host| backability(BackingPolicy::Auto, &probe, Vendor::Intel, host);
+        let of = |host| backability(CounterBackingPolicy::Auto, &probe, Vendor::Intel, host);
         for event in [ArchEvent::CacheReferences, ArchEvent::CacheMisses] {
             assert!(
                 of(Vendor::Intel).has(event) && !of(Vendor::Amd).has(event),
@@ -301,7 +319,7 @@ mod tests {
         assert!(of(Vendor::Amd).has(ArchEvent::BranchMisses));
         // An Intel guest counts bus cycles with the clock; an AMD guest uses the host's event.
         assert!(of(Vendor::Amd).has(ArchEvent::BusCycles) && of(Vendor::Intel).has(ArchEvent::BusCycles));
-        let hardware = |host| backability(BackingPolicy::Hardware, &probe, Vendor::Intel, host);
+        let hardware = |host| backability(CounterBackingPolicy::Hardware, &probe, Vendor::Intel, host);
         assert!(
             hardware(Vendor::Intel).has(ArchEvent::BusCycles)
                 && !hardware(Vendor::Amd).has(ArchEvent::BusCycles)
@@ -313,32 +331,32 @@ mod tests {
     /// remedy.
     #[test]
     fn mediated_neighbour_leaves_clock_and_report_remedy() {
-        let probe = HostProbe {
+        let probe = HostPerfCapabilities {
             mediated: true,
             no_slots_because: Some(MEDIATED_NEIGHBOUR.to_owned()),
             ..no_pmu()
         };
-        let auto = backability(BackingPolicy::Auto, &probe, Vendor::Intel, Vendor::Intel);
+        let auto = backability(CounterBackingPolicy::Auto, &probe, Vendor::Intel, Vendor::Intel);
         assert_eq!(auto, ArchEventSet::CLOCK);
-        let hardware = check_policy(BackingPolicy::Hardware, &probe).unwrap_err();
-        let auto = clock_fallback(BackingPolicy::Auto, &probe).unwrap();
+        let hardware = check_policy(CounterBackingPolicy::Hardware, &probe).unwrap_err();
+        let auto = clock_fallback(CounterBackingPolicy::Auto, &probe).unwrap();
         for line in [hardware.to_string(), auto] {
             assert!(line.contains("KVM's mediated vPMU"), "{line}");
             assert!(line.contains("enable_mediated_pmu=0"), "{line}");
         }
-        assert_eq!(clock_fallback(BackingPolicy::Clock, &probe), None);
-        assert_eq!(clock_fallback(BackingPolicy::Auto, &no_pmu()), None);
+        assert_eq!(clock_fallback(CounterBackingPolicy::Clock, &probe), None);
+        assert_eq!(clock_fallback(CounterBackingPolicy::Auto, &no_pmu()), None);
     }
 
     /// A message reports that no VM with a mediated vPMU can be created while a VM counts with the
     /// host's PMU.
     #[test]
     fn hardware_backing_reports_conflict_with_mediated_vms() {
-        let with_pmu = HostProbe {
+        let with_pmu = HostPerfCapabilities {
             hardware_pmu: true,
             ..no_pmu()
         };
-        for policy in [BackingPolicy::Auto, BackingPolicy::Hardware] {
+        for policy in [CounterBackingPolicy::Auto, CounterBackingPolicy::Hardware] {
             let line = mediated_conflict(policy, &with_pmu, true).unwrap();
             assert!(
                 line.contains("EBUSY") && line.contains("--backing clock"),
@@ -347,19 +365,22 @@ mod tests {
             assert_eq!(mediated_conflict(policy, &with_pmu, false), None);
             assert_eq!(mediated_conflict(policy, &no_pmu(), true), None);
         }
-        assert_eq!(mediated_conflict(BackingPolicy::Clock, &with_pmu, true), None);
+        assert_eq!(
+            mediated_conflict(CounterBackingPolicy::Clock, &with_pmu, true),
+            None
+        );
     }
 
     /// On a host that denies perf events, cycles are still counted with the clock, which needs no
     /// perf events. A message names the remedy.
     #[test]
     fn denied_perf_events_leave_clock_and_report_remedy() {
-        let probe = HostProbe {
+        let probe = HostPerfCapabilities {
             software_clock: false,
             paranoid: Some(4),
             ..no_pmu()
         };
-        for policy in [BackingPolicy::Auto, BackingPolicy::Clock] {
+        for policy in [CounterBackingPolicy::Auto, CounterBackingPolicy::Clock] {
             assert!(check_policy(policy, &probe).is_ok());
             assert_eq!(
                 backability(policy, &probe, Vendor::Amd, Vendor::Amd),

@@ -1,7 +1,7 @@
-//! Branch stacks of samples. The vCPU is single-stepped after an overflow ([`crate::vcpu`]), and its
-//! taken branches are collected here until the sample is written.
+//! Branch stacks of samples. The vCPU is single-stepped after an overflow ([`crate::vcpu`]), and
+//! its taken branches are collected here until the sample is written.
 
-use perf_core::branch::{BranchEntry, BranchFilter, BranchSampling};
+use perf_core::branch::{BranchEntry, BranchFilter, BranchStackConfig};
 use vpmu::{PmuGeneration, PmuModel, PrivilegeLevels};
 
 use crate::kvm::stepping::SteppingSupport;
@@ -86,25 +86,25 @@ enum StackState {
     #[default]
     Idle,
     /// A sample waits for a branch stack, and the collection of branches has not begun.
-    Requested(BranchSampling),
+    Requested(BranchStackConfig),
     /// Branches are being collected for the waiting samples.
-    Collecting(BranchSampling),
+    Collecting(BranchStackConfig),
     /// The stack has its full depth, or its collection was ended early.
     Complete,
 }
 
 /// Collector of the branch stack for the next sample of a vCPU.
 #[derive(Debug, Default)]
-pub struct BranchCollector {
+pub struct BranchStackCollector {
     state: StackState,
     /// Collected branches, oldest first.
     branches: Vec<BranchEntry>,
 }
 
-impl BranchCollector {
+impl BranchStackCollector {
     /// Appends the branches of a complete stack to `out`, newest first. If there is no complete
     /// stack, requests one and returns `false`.
-    pub fn take(&mut self, request: BranchSampling, out: &mut Vec<BranchEntry>) -> bool {
+    pub fn take(&mut self, request: BranchStackConfig, out: &mut Vec<BranchEntry>) -> bool {
         match &mut self.state {
             StackState::Complete => {
                 out.extend(self.branches.iter().rev());
@@ -119,7 +119,7 @@ impl BranchCollector {
 
     /// Returns the parameters of a requested stack whose collection has not begun, or `None`.
     #[inline]
-    pub fn requested(&self) -> Option<BranchSampling> {
+    pub fn requested(&self) -> Option<BranchStackConfig> {
         match self.state {
             StackState::Requested(request) => Some(request),
             _ => None,
@@ -188,8 +188,8 @@ pub fn levels(filter: BranchFilter) -> PrivilegeLevels {
 mod tests {
     use super::*;
 
-    fn request(filter: BranchFilter, depth: u16) -> BranchSampling {
-        BranchSampling {
+    fn request(filter: BranchFilter, depth: u16) -> BranchStackConfig {
+        BranchStackConfig {
             filter: filter | BranchFilter::ANY,
             depth,
             overhead_permille: 50,
@@ -250,7 +250,7 @@ mod tests {
     /// completed early contains the branches collected so far.
     #[test]
     fn stack_has_newest_branch_first() {
-        let mut collector = BranchCollector::default();
+        let mut collector = BranchStackCollector::default();
         let mut out = Vec::new();
         let asked = request(BranchFilter::KERNEL, 2);
         assert!(!collector.take(asked, &mut out));

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use perf_core::mux::MuxPolicy;
 use perf_core::{PerfCoreConfig, SharePolicy};
-use vpmu::{BackingPolicy, EventFilter, PmiShare, PmuModel};
+use vpmu::{CounterBackingPolicy, EventFilter, PmiShare, PmuModel};
 
 use crate::kvm::stepping::SteppingSupport;
 
@@ -15,9 +15,9 @@ pub struct PmuConfig {
     /// PMU model presented to the guest.
     pub model: PmuModel,
     /// Policy that selects the backing (source of the counts) of the guest's counters.
-    pub policy: BackingPolicy,
+    pub policy: CounterBackingPolicy,
     /// For a restored guest, the policy under which its counters were backed when it was saved.
-    pub saved_policy: Option<BackingPolicy>,
+    pub saved_policy: Option<CounterBackingPolicy>,
     /// Filter that lists the events that the guest may count.
     pub filter: Arc<EventFilter>,
     /// `true` if the guest may count paravirtual events. Otherwise `filter`, and every filter that
@@ -33,7 +33,7 @@ pub struct PmuConfig {
     /// Single-stepping features of the host's KVM, for the exact backing and for branch stacks.
     pub stepping: SteppingSupport,
     /// `true` if instruction and branch events of operators are counted by single-stepping, which
-    /// requires [`BackingPolicy::Exact`].
+    /// requires [`CounterBackingPolicy::Exact`].
     pub steps_for_operators: bool,
     /// `true` if RDPMC is emulated with hardware breakpoints.
     pub has_rdpmc_breakpoints: bool,
@@ -62,7 +62,7 @@ pub struct OperatorLimits {
 
 impl PmuConfig {
     /// Creates a configuration that allows all events and has the default limits.
-    pub fn new(model: PmuModel, policy: BackingPolicy) -> Self {
+    pub fn new(model: PmuModel, policy: CounterBackingPolicy) -> Self {
         Self {
             model,
             policy,
@@ -84,7 +84,7 @@ impl PmuConfig {
 
     /// Returns `true` if the guest uses KVM's own vPMU.
     pub fn uses_kvm_vpmu(&self) -> bool {
-        self.policy == BackingPolicy::Kvm
+        self.policy == CounterBackingPolicy::Kvm
     }
 
     /// Returns the configuration of perf-core that corresponds to this configuration.

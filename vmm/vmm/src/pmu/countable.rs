@@ -1,12 +1,12 @@
 //! Determines which of perf's generic events a guest can count, given the event numbers that the
 //! guest's kernel uses for them.
 
-use perf_core::pmu::host::{self, HostProbe};
+use perf_core::pmu::host::{self, HostPerfCapabilities};
 use std::sync::Arc;
 
 use vpmu::{
-    ArchEvent, ArchEventSet, BackingPolicy, EventFilter, EventRequest, EventSelection, EventSources,
-    PmuModel, Vendor,
+    ArchEvent, ArchEventSet, CounterBackingPolicy, CounterBackingSelector, CounterEventRequest, EventFilter,
+    EventSelection, PmuModel, Vendor,
 };
 
 use super::backing;
@@ -40,10 +40,10 @@ pub struct CountableKernelEvents {
     vendor: Vendor,
     /// `true` if the model is from Intel and has the fixed counter for reference cycles.
     reference_counter: bool,
-    sources: EventSources,
+    sources: CounterBackingSelector,
     backability: ArchEventSet,
     filter: Arc<EventFilter>,
-    probe: HostProbe,
+    probe: HostPerfCapabilities,
 }
 
 impl CountableKernelEvents {
@@ -52,9 +52,9 @@ impl CountableKernelEvents {
     pub fn new(
         model: &PmuModel,
         host: Vendor,
-        policy: BackingPolicy,
+        policy: CounterBackingPolicy,
         backability: ArchEventSet,
-        probe: HostProbe,
+        probe: HostPerfCapabilities,
     ) -> Self {
         let vendor = model.vendor();
         Self {
@@ -98,7 +98,7 @@ impl KernelEventSupport for CountableKernelEvents {
                 self.reference_counter && self.filter.allows(EventSelection::Fixed(REFERENCE));
             return number != REF_CPU_CYCLES || has_reference;
         }
-        let request = EventRequest::from_raw_config(self.vendor, config);
+        let request = CounterEventRequest::from_raw_config(self.vendor, config);
         if !self.filter.allows(request.selection) {
             return false;
         }
@@ -110,7 +110,7 @@ impl KernelEventSupport for CountableKernelEvents {
     /// vendor.
     fn can_count_topdown(&self) -> bool {
         // UOPS_ISSUED.ANY, which the kernel lists as topdown-slots-issued.
-        let issued = EventRequest::from_raw_config(self.vendor, 0x010E);
+        let issued = CounterEventRequest::from_raw_config(self.vendor, 0x010E);
         self.filter.allows(issued.selection) && self.sources.of_request(&issued).next().is_some()
     }
 
@@ -135,8 +135,8 @@ mod tests {
 
     /// Returns a host whose PMU can open the generic events `opens`. If `opens` is empty, the host
     /// has no PMU.
-    fn probe(opens: &[(&str, u64)]) -> HostProbe {
-        HostProbe {
+    fn probe(opens: &[(&str, u64)]) -> HostPerfCapabilities {
+        HostPerfCapabilities {
             hardware_pmu: !opens.is_empty(),
             counters: HostCounters {
                 general: opens.len(),
@@ -150,7 +150,7 @@ mod tests {
                     opens: true,
                 })
                 .collect(),
-            ..HostProbe::run()
+            ..HostPerfCapabilities::run()
         }
     }
 
@@ -158,7 +158,12 @@ mod tests {
         PmuModel::off(Vendor::Amd)
     }
 
-    fn check(policy: BackingPolicy, probe: &HostProbe, event: KernelTableEvent, config: u64) -> bool {
+    fn check(
+        policy: CounterBackingPolicy,
+        probe: &HostPerfCapabilities,
+        event: KernelTableEvent,
+        config: u64,
+    ) -> bool {
         let backability = crate::pmu::backing::backability(policy, probe, Vendor::Amd, Vendor::Amd);
         CountableKernelEvents::new(&amd(), Vendor::Amd, policy, backability, probe.clone())
             .can_count(event, config)
@@ -174,10 +179,10 @@ mod tests {
     fn backings_count_documented_events() {
         let none = probe(&[]);
         for (policy, counted) in [
-            (BackingPolicy::Auto, [true, false, false, false, false]),
-            (BackingPolicy::Clock, [true, false, false, false, false]),
-            (BackingPolicy::Exact, [true, true, false, true, false]),
-            (BackingPolicy::None, [false; 5]),
+            (CounterBackingPolicy::Auto, [true, false, false, false, false]),
+            (CounterBackingPolicy::Clock, [true, false, false, false, false]),
+            (CounterBackingPolicy::Exact, [true, true, false, true, false]),
+            (CounterBackingPolicy::None, [false; 5]),
         ] {
             let found = [CYCLES, INSTRUCTIONS, STALLED, BRANCH_LOADS, L1_LOADS]
                 .map(|(event, config)| check(policy, &none, event, config));
@@ -198,7 +203,7 @@ mod tests {
             ((KernelTableEvent::Hardware(8), 0x187), false),
         ] {
             assert_eq!(
-                check(BackingPolicy::Auto, &some, event.0, event.1),
+                check(CounterBackingPolicy::Auto, &some, event.0, event.1),
                 expected,
                 "{event:?}"
             );
@@ -206,7 +211,7 @@ mod tests {
         let foreign = CountableKernelEvents::new(
             &PmuModel::off(Vendor::Intel),
             Vendor::Amd,
-            BackingPolicy::Auto,
+            CounterBackingPolicy::Auto,
             ArchEventSet::CLOCK,
             some,
         );
@@ -220,12 +225,17 @@ mod tests {
         let some = probe(&[("cycles", 0), ("instructions", 1)]);
         let intel = PmuModel::off(Vendor::Intel);
         for (policy, host, probe, counted) in [
-            (BackingPolicy::Auto, Vendor::Intel, &some, true),
-            (BackingPolicy::Hardware, Vendor::Intel, &some, true),
-            (BackingPolicy::Auto, Vendor::Amd, &some, false),
-            (BackingPolicy::Clock, Vendor::Intel, &some, false),
-            (BackingPolicy::Exact, Vendor::Intel, &some, false),
-            (BackingPolicy::Auto, Vendor::Intel, &self::probe(&[]), false),
+            (CounterBackingPolicy::Auto, Vendor::Intel, &some, true),
+            (CounterBackingPolicy::Hardware, Vendor::Intel, &some, true),
+            (CounterBackingPolicy::Auto, Vendor::Amd, &some, false),
+            (CounterBackingPolicy::Clock, Vendor::Intel, &some, false),
+            (CounterBackingPolicy::Exact, Vendor::Intel, &some, false),
+            (
+                CounterBackingPolicy::Auto,
+                Vendor::Intel,
+                &self::probe(&[]),
+                false,
+            ),
         ] {
             let countable =
                 CountableKernelEvents::new(&intel, host, policy, ArchEventSet::NONE, probe.clone());
@@ -239,7 +249,7 @@ mod tests {
     fn filtered_event_is_not_countable() {
         let some = probe(&[("cycles", 0), ("instructions", 1), ("cache-misses", 3)]);
         let cache_misses = (KernelTableEvent::Hardware(3), 0x964);
-        let policy = BackingPolicy::Auto;
+        let policy = CounterBackingPolicy::Auto;
         let countable = |filter| {
             let all =
                 CountableKernelEvents::new(&amd(), Vendor::Amd, policy, ArchEventSet::ALL, some.clone());
@@ -268,7 +278,7 @@ mod tests {
                 fixed: Some(fixed),
             });
             let model = PmuModel::new(generation, numbers, None).unwrap();
-            let policy = BackingPolicy::Clock;
+            let policy = CounterBackingPolicy::Clock;
             let backability = crate::pmu::backing::backability(policy, &none, Vendor::Intel, Vendor::Intel);
             let countable =
                 CountableKernelEvents::new(&model, Vendor::Intel, policy, backability, none.clone());
@@ -328,11 +338,11 @@ mod tests {
             (PmuGeneration::AmdV2, &amd),
         ];
         let policies = [
-            BackingPolicy::Auto,
-            BackingPolicy::Clock,
-            BackingPolicy::Exact,
-            BackingPolicy::Hardware,
-            BackingPolicy::None,
+            CounterBackingPolicy::Auto,
+            CounterBackingPolicy::Clock,
+            CounterBackingPolicy::Exact,
+            CounterBackingPolicy::Hardware,
+            CounterBackingPolicy::None,
         ];
         let hosts = [probe(&[]), probe(&[("cycles", 0), ("instructions", 1)])];
         for (generation, events) in models {
@@ -344,17 +354,20 @@ mod tests {
             {
                 let backability = crate::pmu::backing::backability(policy, host, vendor, vendor);
                 let countable = CountableKernelEvents::new(&model, vendor, policy, backability, host.clone());
-                let uses_host =
-                    host.hardware_pmu && matches!(policy, BackingPolicy::Auto | BackingPolicy::Hardware);
+                let uses_host = host.hardware_pmu
+                    && matches!(
+                        policy,
+                        CounterBackingPolicy::Auto | CounterBackingPolicy::Hardware
+                    );
                 for ((event, config), by) in events.iter().copied() {
                     let known = matches!(event, KernelTableEvent::Hardware(0 | 1));
                     let expected = match by {
                         Cpuid => true,
                         Reference => model.fixed_bitmap() & REFERENCE_COUNTER != 0,
-                        _ if policy == BackingPolicy::None => false,
+                        _ if policy == CounterBackingPolicy::None => false,
                         _ if uses_host && known => true,
-                        Clock => policy != BackingPolicy::Hardware,
-                        Steps => policy == BackingPolicy::Exact,
+                        Clock => policy != CounterBackingPolicy::Hardware,
+                        Steps => policy == CounterBackingPolicy::Exact,
                         Host => false,
                     };
                     let found = countable.can_count(event, config);
@@ -374,7 +387,7 @@ mod tests {
         let clock = CountableKernelEvents::new(
             &amd(),
             Vendor::Amd,
-            BackingPolicy::Clock,
+            CounterBackingPolicy::Clock,
             ArchEventSet::CLOCK,
             none,
         );

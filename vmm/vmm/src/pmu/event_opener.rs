@@ -14,11 +14,11 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use perf_core::error_line;
 use perf_core::pmu::host::{
-    EventOpenRequest, EventOpener, HostTarget, OverflowSignal, SyscallOpener, counting_is_denied_to,
+    EventOpenRequest, HostEventOpener, HostEventTarget, OverflowSignal, SyscallOpener, counting_is_denied_to,
     set_event_opener,
 };
 use sandbox::{
-    PerfBroker, PerfBrokerError, PerfEventAccess, ProcessConfinement, ServiceStartError, privileges,
+    HelperProcessStartError, PerfBroker, PerfBrokerError, PerfEventAccess, ProcessConfinement, privileges,
 };
 
 use super::remote_open::{RemoteOpen, current_tid};
@@ -40,12 +40,12 @@ impl VmEventOpener {
     /// be the only thread of the process.
     ///
     /// # Errors
-    /// Returns a [`ServiceStartError`] if the broker cannot be started.
+    /// Returns a [`HelperProcessStartError`] if the broker cannot be started.
     pub fn start(
         confinement: ProcessConfinement,
         overflow_signal: i32,
         kick_signal: i32,
-    ) -> Result<Self, ServiceStartError> {
+    ) -> Result<Self, HelperProcessStartError> {
         let give_up = privileges::drop_privileges_except_perfmon;
         let mut opener = Self {
             broker: PerfBroker::start(confinement, overflow_signal, give_up)?,
@@ -115,7 +115,7 @@ impl VmEventOpener {
 
     fn open_in_own_process(&self, request: &EventOpenRequest<'_>, tid: i32) -> io::Result<OwnedFd> {
         let own = EventOpenRequest {
-            counted: HostTarget::Thread(0),
+            counted: HostEventTarget::Thread(0),
             overflow: None,
             ..*request
         };
@@ -131,13 +131,13 @@ impl VmEventOpener {
     }
 }
 
-impl EventOpener for VmEventOpener {
+impl HostEventOpener for VmEventOpener {
     fn open(&self, request: &EventOpenRequest<'_>) -> io::Result<OwnedFd> {
         let tid = match request.counted {
-            HostTarget::Thread(0) => current_tid(),
-            HostTarget::Thread(tid) => tid,
+            HostEventTarget::Thread(0) => current_tid(),
+            HostEventTarget::Thread(tid) => tid,
             // A VM never counts a host CPU as a whole.
-            HostTarget::Cpu(_) => return Err(io::Error::from_raw_os_error(libc::EPERM)),
+            HostEventTarget::Cpu(_) => return Err(io::Error::from_raw_os_error(libc::EPERM)),
         };
         if self.counting == PerfEventAccess::OwnThread {
             return self.open_in_own_process(request, tid);

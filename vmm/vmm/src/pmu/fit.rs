@@ -4,8 +4,8 @@
 //! model with a default number of counters is reduced until the host has a counter for each guest
 //! counter. If the user chose the number, competing counters are reported in one line.
 
-use perf_core::pmu::host::{HostCounters, HostProbe};
-use vpmu::{ArchEvent, BackingPolicy, PmuModel};
+use perf_core::pmu::host::{HostCounters, HostPerfCapabilities};
+use vpmu::{ArchEvent, CounterBackingPolicy, PmuModel};
 
 use crate::kvm::vpmu_probe::KvmPmuCapabilities;
 
@@ -27,20 +27,20 @@ pub struct FittedPmuModel {
 }
 
 /// Adapts the number of counters of `model` to the host, unless `asked` states that the user chose
-/// the number. `own` describes KVM's own vPMU if the guest uses it ([`BackingPolicy::Kvm`]).
+/// the number. `own` describes KVM's own vPMU if the guest uses it ([`CounterBackingPolicy::Kvm`]).
 pub fn fit(
     model: PmuModel,
     asked: bool,
-    policy: BackingPolicy,
+    policy: CounterBackingPolicy,
     own: Option<&KvmPmuCapabilities>,
-    probe: &HostProbe,
+    probe: &HostPerfCapabilities,
 ) -> FittedPmuModel {
     let by_host_events = match policy {
-        BackingPolicy::Auto | BackingPolicy::Hardware => true,
+        CounterBackingPolicy::Auto | CounterBackingPolicy::Hardware => true,
         // An emulated KVM vPMU opens the same pinned events as Perfvisor; a mediated one owns the
         // hardware counters.
-        BackingPolicy::Kvm => own.is_some_and(|own| !own.mediated),
-        BackingPolicy::Clock | BackingPolicy::Exact | BackingPolicy::None => false,
+        CounterBackingPolicy::Kvm => own.is_some_and(|own| !own.mediated),
+        CounterBackingPolicy::Clock | CounterBackingPolicy::Exact | CounterBackingPolicy::None => false,
     };
     if model.is_off() || !by_host_events || !probe.hardware_pmu {
         return FittedPmuModel {
@@ -64,7 +64,7 @@ pub fn fit(
 
 /// Returns the generic events for which the fixed counters of `model` use the host's PMU. Events
 /// that the host cannot count are omitted.
-fn fixed_events(model: &PmuModel, probe: &HostProbe) -> Vec<u64> {
+fn fixed_events(model: &PmuModel, probe: &HostPerfCapabilities) -> Vec<u64> {
     let counted = |config: u64| probe.generic.iter().any(|e| e.config == config && e.opens);
     FIXED
         .iter()
@@ -74,7 +74,7 @@ fn fixed_events(model: &PmuModel, probe: &HostProbe) -> Vec<u64> {
         .collect()
 }
 
-fn competition(model: &PmuModel, lowered: &PmuModel, enough: bool, probe: &HostProbe) -> String {
+fn competition(model: &PmuModel, lowered: &PmuModel, enough: bool, probe: &HostPerfCapabilities) -> String {
     let counters = &probe.counters;
     // A fixed counter competes if the host has no free fixed counter for its event.
     let fixed: Vec<&str> = fixed_events(model, probe)
@@ -134,7 +134,7 @@ mod tests {
 
     /// Returns a host with `general` free general-purpose counters and the fixed counters `fixed`,
     /// each with its event and whether it is free.
-    fn host(general: usize, fixed: &[(&str, bool)]) -> HostProbe {
+    fn host(general: usize, fixed: &[(&str, bool)]) -> HostPerfCapabilities {
         let number = |event: &ArchEvent| event.generic_number().unwrap();
         let config = |name: &str| number(FIXED.iter().find(|f| f.name() == name).unwrap());
         let fixed = fixed.iter().map(|&(event, free)| FixedCounter {
@@ -148,7 +148,7 @@ mod tests {
             config: number(event),
             opens: true,
         });
-        HostProbe {
+        HostPerfCapabilities {
             hardware_pmu: true,
             counters: HostCounters {
                 general,
@@ -175,8 +175,14 @@ mod tests {
         PmuModel::new(name, numbers, None).unwrap()
     }
 
-    fn default_on(generation: PmuGeneration, host: &HostProbe) -> (u32, u32) {
-        let fitted = fit(model(generation, None), false, BackingPolicy::Auto, None, host);
+    fn default_on(generation: PmuGeneration, host: &HostPerfCapabilities) -> (u32, u32) {
+        let fitted = fit(
+            model(generation, None),
+            false,
+            CounterBackingPolicy::Auto,
+            None,
+            host,
+        );
         assert_eq!(fitted.competition, None);
         (fitted.model.general(), fitted.model.fixed())
     }
@@ -197,7 +203,7 @@ mod tests {
     #[test]
     fn counter_competition_reports_remedy() {
         let asked = model(PmuGeneration::AmdV2, Some("15"));
-        let fitted = fit(asked, true, BackingPolicy::Auto, None, &host(6, &[]));
+        let fitted = fit(asked, true, CounterBackingPolicy::Auto, None, &host(6, &[]));
         assert_eq!(fitted.model, asked, "the user's choice stays");
         let line = fitted.competition.unwrap();
         for part in [
@@ -208,14 +214,20 @@ mod tests {
             assert!(line.contains(part) && !line.contains('\n'), "{part}: {line}");
         }
         let asked = model(PmuGeneration::Intel(4), Some("4+3"));
-        let line = fit(asked, true, BackingPolicy::Hardware, None, &host(4, &WATCHED))
-            .competition
-            .unwrap();
+        let line = fit(
+            asked,
+            true,
+            CounterBackingPolicy::Hardware,
+            None,
+            &host(4, &WATCHED),
+        )
+        .competition
+        .unwrap();
         assert!(line.contains("and the fixed ones for cycles compete"), "{line}");
         assert!(line.contains("--pmu-counters 3+3 "), "{line}");
         let asked = model(PmuGeneration::Intel(4), Some("4+3"));
         assert_eq!(
-            fit(asked, true, BackingPolicy::Auto, None, &host(4, &INTEL)).competition,
+            fit(asked, true, CounterBackingPolicy::Auto, None, &host(4, &INTEL)).competition,
             None
         );
     }
@@ -227,7 +239,7 @@ mod tests {
         let fitted = fit(
             model(PmuGeneration::AmdCore, None),
             false,
-            BackingPolicy::Auto,
+            CounterBackingPolicy::Auto,
             None,
             &host(3, &[]),
         );
@@ -240,14 +252,18 @@ mod tests {
     #[test]
     fn software_backings_do_not_limit_counters() {
         let asked = model(PmuGeneration::AmdV2, Some("15"));
-        for policy in [BackingPolicy::Clock, BackingPolicy::Exact, BackingPolicy::None] {
+        for policy in [
+            CounterBackingPolicy::Clock,
+            CounterBackingPolicy::Exact,
+            CounterBackingPolicy::None,
+        ] {
             assert_eq!(fit(asked, true, policy, None, &host(6, &[])).competition, None);
         }
-        let without = HostProbe {
+        let without = HostPerfCapabilities {
             hardware_pmu: false,
             ..host(0, &[])
         };
-        let fitted = fit(asked, true, BackingPolicy::Auto, None, &without);
+        let fitted = fit(asked, true, CounterBackingPolicy::Auto, None, &without);
         assert_eq!((fitted.model, fitted.competition), (asked, None));
     }
 
@@ -270,7 +286,7 @@ mod tests {
         let watched = host(5, &[]);
         let on = |asked, numbers, own: &KvmPmuCapabilities| {
             let model = model(PmuGeneration::AmdCore, numbers);
-            fit(model, asked, BackingPolicy::Kvm, Some(own), &watched)
+            fit(model, asked, CounterBackingPolicy::Kvm, Some(own), &watched)
         };
         let default = on(false, None, &own(false));
         assert_eq!((default.model.general(), default.competition), (4, None));

@@ -9,10 +9,10 @@ use std::os::unix::net::UnixStream;
 use std::time::{Duration, Instant};
 
 use guest_profile::locate::KernelAnchorRegisters;
-use guest_profile::search::{self, FoundKernel, SearchError};
+use guest_profile::search::{self, FoundKernel, KernelSearchRequestError};
 use guest_profile::{GuestPhys, GuestRegs};
 use sandbox::{
-    ProcessConfinement, ServiceStartError, WorkerExit, WorkerKeeper, WorkerLimits, WorkerStartError,
+    HelperProcessStartError, ProcessConfinement, WorkerExit, WorkerKeeper, WorkerLimits, WorkerStartError,
     privileges,
 };
 
@@ -33,10 +33,10 @@ pub struct KernelReader {
 
 /// Error when reading the guest's kernel.
 #[derive(Debug, thiserror::Error)]
-pub enum KernelReadError {
+pub enum GuestKernelReadError {
     /// The search failed in the worker, or the worker sent an invalid response.
     #[error(transparent)]
-    Ask(#[from] SearchError),
+    Ask(#[from] KernelSearchRequestError),
     /// The worker exited without a response.
     #[error(
         "cannot read the guest's kernel: the reader process failed: {0}; the next request starts it again"
@@ -55,7 +55,7 @@ pub enum KernelReadError {
     NoKeeper(#[source] io::Error),
 }
 
-impl From<WorkerStartError> for KernelReadError {
+impl From<WorkerStartError> for GuestKernelReadError {
     fn from(e: WorkerStartError) -> Self {
         match e {
             WorkerStartError::NoKeeper(e) => Self::NoKeeper(e),
@@ -69,12 +69,15 @@ impl KernelReader {
     /// thread of the process.
     ///
     /// # Errors
-    /// Returns [`ServiceStartError`] if the process cannot be started.
-    pub fn start(confinement: ProcessConfinement) -> Result<Self, ServiceStartError> {
+    /// Returns [`HelperProcessStartError`] if the process cannot be started.
+    pub fn start(confinement: ProcessConfinement) -> Result<Self, HelperProcessStartError> {
         Self::within(confinement, LIMITS)
     }
 
-    fn within(confinement: ProcessConfinement, limits: WorkerLimits) -> Result<Self, ServiceStartError> {
+    fn within(
+        confinement: ProcessConfinement,
+        limits: WorkerLimits,
+    ) -> Result<Self, HelperProcessStartError> {
         let workers = WorkerKeeper::start(confinement, limits, privileges::drop_all_privileges, work)?;
         Ok(Self { workers })
     }
@@ -83,19 +86,19 @@ impl KernelReader {
     /// are registers of a vCPU, which contain the page table address and addresses in the kernel.
     ///
     /// # Errors
-    /// Returns a [`KernelReadError`] if the kernel cannot be read. Except after
-    /// [`KernelReadError::NoKeeper`], a later attempt may succeed.
+    /// Returns a [`GuestKernelReadError`] if the kernel cannot be read. Except after
+    /// [`GuestKernelReadError::NoKeeper`], a later attempt may succeed.
     pub fn read<M: GuestPhys + ?Sized>(
         &self,
         memory: &M,
         regs: &GuestRegs,
         anchors: &KernelAnchorRegisters,
-    ) -> Result<FoundKernel, KernelReadError> {
+    ) -> Result<FoundKernel, GuestKernelReadError> {
         let mut worker = self.workers.begin()?;
         let found = search::ask(worker.socket(), memory, regs, anchors, Instant::now() + TIMEOUT);
-        let ended = worker.end().map_err(KernelReadError::NoKeeper)?;
+        let ended = worker.end().map_err(GuestKernelReadError::NoKeeper)?;
         match found {
-            Err(SearchError::Lost(_)) => Err(KernelReadError::WorkerExit(ended)),
+            Err(KernelSearchRequestError::Lost(_)) => Err(GuestKernelReadError::WorkerExit(ended)),
             found => Ok(found?),
         }
     }

@@ -28,38 +28,38 @@ use kvm_bindings::{KVM_MP_STATE_HALTED, kvm_regs, kvm_sregs};
 use perf_core::branch::BranchFilter;
 use perf_core::mux::MuxPolicy;
 use perf_core::pmu::VcpuId;
-use perf_core::pmu::clock::{ClockPmu, VcpuClock};
-use perf_core::pmu::host::{HostPmu, HostProbe};
-use perf_core::pmu::kvm::{KvmPmu, StatsFile};
+use perf_core::pmu::clock::{ClockPmu, VcpuRunTimeClock};
+use perf_core::pmu::host::{HostPerfCapabilities, HostPmu};
+use perf_core::pmu::kvm::{KvmPmu, KvmStatsFile};
 use perf_core::pmu::sched::RunQueueWaitPmu;
 use perf_core::pmu::vmm_pmu::{VmmPmu, VmmPmuCounts};
-use perf_core::{OverflowReport, PerfCore, VcpuContext, error_line};
+use perf_core::{OverflowReport, PerfCore, VcpuEventContext, error_line};
 use smallvec::SmallVec;
-use vpmu::exact::{RetiredCounts, StepOutcome};
-use vpmu::filter::FilterAction;
+use vpmu::exact::{RetiredCounts, SingleStepOutcome};
+use vpmu::filter::EventFilterAction;
 use vpmu::{
-    ArchEventSet, BackingPolicy, CounterBackingChange, CounterIndex, CounterView, Cpl, EventFilter,
-    EventSources, MsrAddress, MsrReadOutcome, MsrWriteOutcome, ParavirtualEvent, PerfCoreEvents,
-    PrivilegeLevels, RdpmcIndex, Vendor, Vpmu, VpmuStateError, vmm_counts,
+    ArchEventSet, CounterBackingChange, CounterBackingPolicy, CounterBackingSelector, CounterIndex, Cpl,
+    EventFilter, GuestCounterStatus, MsrAddress, MsrReadOutcome, MsrWriteOutcome, ParavirtualEvent,
+    PerfCoreEvents, PrivilegeLevels, RdpmcIndex, Vendor, Vpmu, VpmuStateError, vmm_counts,
 };
 
 use crate::kvm::cpuid;
 use crate::kvm::event_filter::KvmEventFilterError;
 use crate::kvm::vcpu_fd::VcpuFd;
-use branches::{BranchCollector, BranchStackError};
+use branches::{BranchStackCollector, BranchStackError};
 use steal::StealTimeClock;
 
 pub use config::{OperatorLimits, PmuConfig};
-pub use operator::{HostSampling, HostSamplingError};
+pub use operator::{HostKernelSampling, HostKernelSamplingError};
 pub use own::KvmVpmu;
-pub use regs::{ExitRegisters, GuestSamplingContext, KernelSearchProgress, SampleCache, VcpuSampleRegs};
+pub use regs::{ExitRegisters, GuestSamplingContext, KernelSearchProgress, VcpuSampleCache, VcpuSampleRegs};
 
 /// Error when setting up the PMU of a vCPU.
 #[derive(Debug, thiserror::Error)]
 pub enum PmuSetupError {
     /// The perf core rejected the vCPU.
     #[error("cannot create the vCPU's event context")]
-    Context(#[source] perf_core::OpenError),
+    Context(#[source] perf_core::PerfEventOpenError),
     /// A system call failed.
     #[error("{0} failed")]
     Os(&'static str, #[source] io::Error),
@@ -97,7 +97,7 @@ impl VmPmu {
     /// kernel. `guest` provides guest memory for samples.
     pub fn new(
         config: PmuConfig,
-        probe: &HostProbe,
+        probe: &HostPerfCapabilities,
         vm_stats: Option<OwnedFd>,
         interprets_kernel: bool,
         guest: GuestSamplingContext,
@@ -145,12 +145,12 @@ impl VmPmu {
             return "none";
         }
         match self.config.policy {
-            BackingPolicy::Auto => "auto",
-            BackingPolicy::Hardware => "hardware",
-            BackingPolicy::Clock => "clock",
-            BackingPolicy::Exact => "exact",
-            BackingPolicy::Kvm => "kvm",
-            BackingPolicy::None => "none",
+            CounterBackingPolicy::Auto => "auto",
+            CounterBackingPolicy::Hardware => "hardware",
+            CounterBackingPolicy::Clock => "clock",
+            CounterBackingPolicy::Exact => "exact",
+            CounterBackingPolicy::Kvm => "kvm",
+            CounterBackingPolicy::None => "none",
         }
     }
 
@@ -160,9 +160,9 @@ impl VmPmu {
         let entries = filter.entries().len();
         let fixed = filter.fixed_counters();
         match filter.action() {
-            FilterAction::Deny if entries == 0 && fixed == 0 => "allows all events".to_owned(),
-            FilterAction::Deny => format!("denies {entries} entries, fixed counters {fixed:#x}"),
-            FilterAction::Allow => format!("allows only {entries} entries, fixed counters {fixed:#x}"),
+            EventFilterAction::Deny if entries == 0 && fixed == 0 => "allows all events".to_owned(),
+            EventFilterAction::Deny => format!("denies {entries} entries, fixed counters {fixed:#x}"),
+            EventFilterAction::Allow => format!("allows only {entries} entries, fixed counters {fixed:#x}"),
         }
     }
 
@@ -201,17 +201,17 @@ impl VmPmu {
     }
 
     /// Returns the sources that can count events under the configured policy.
-    fn sources(&self) -> EventSources {
+    fn sources(&self) -> CounterBackingSelector {
         self.sources_under(self.config.policy)
     }
 
-    fn sources_under(&self, policy: BackingPolicy) -> EventSources {
+    fn sources_under(&self, policy: CounterBackingPolicy) -> CounterBackingSelector {
         let statistic = |name| self.kvm.config(name);
         backing::sources_of(policy, self.hardware, self.opens, statistic)
     }
 
     /// Returns the sources that can count a guest's events under `policy`, given what KVM can step.
-    fn sources_of_guest(&self, policy: BackingPolicy) -> EventSources {
+    fn sources_of_guest(&self, policy: CounterBackingPolicy) -> CounterBackingSelector {
         let sources = self.sources_under(policy);
         if self.config.stepping.user {
             sources
@@ -259,7 +259,7 @@ impl VmPmu {
         branches::check_host(self.config.stepping, filter)
     }
 
-    /// Creates the PMU of vCPU `id` in its reset state. `tsc_khz` is the guest's TSC frequency in kHz.
+    /// Creates the PMU of vCPU `id`, in its reset state, for a guest TSC of `tsc_khz`.
     pub fn vcpu(self: &Arc<Self>, id: u8, tsc_khz: u32) -> VcpuPmu {
         let filter = self.filter.load_full();
         let mut vpmu = Vpmu::new(self.config.model);
@@ -278,14 +278,14 @@ impl VmPmu {
             pending_changes: 0,
             step_began: None,
             count_overflow: false,
-            samples: SampleCache::default(),
+            samples: VcpuSampleCache::default(),
         }
     }
 }
 
 /// Opens the KVM statistics of `fd`. Returns `None` after a failure, which is logged.
-fn stats_file(whose: &str, fd: OwnedFd) -> Option<StatsFile> {
-    StatsFile::new(fd)
+fn stats_file(whose: &str, fd: OwnedFd) -> Option<KvmStatsFile> {
+    KvmStatsFile::new(fd)
         .inspect_err(|e| log::warn!("cannot use KVM's statistics of {whose}: {}", error_line(e)))
         .ok()
 }
@@ -293,8 +293,8 @@ fn stats_file(whose: &str, fd: OwnedFd) -> Option<StatsFile> {
 /// Parts of a vCPU's PMU that exist only while a thread runs the vCPU.
 #[derive(Debug)]
 struct AttachedThread {
-    context: Arc<VcpuContext>,
-    clock: Arc<VcpuClock>,
+    context: Arc<VcpuEventContext>,
+    clock: Arc<VcpuRunTimeClock>,
     events: PerfCoreEvents,
     vmm_counts: Arc<VmmPmuCounts>,
     /// Clock of the time that this thread waits for a host CPU. Off unless a guest counter needs
@@ -324,7 +324,7 @@ pub struct VcpuPmu {
     /// `true` if an overflow must be handled although no signal announces it.
     count_overflow: bool,
     /// Registers and buffers that the vCPU keeps between samples.
-    samples: SampleCache,
+    samples: VcpuSampleCache,
 }
 
 impl VcpuPmu {
@@ -338,7 +338,7 @@ impl VcpuPmu {
         let vm = &self.vm;
         let steal =
             StealTimeClock::for_current_thread().map_err(|e| PmuSetupError::Os("opening schedstat", e))?;
-        let clock = Arc::new(VcpuClock::for_current_thread(self.tsc_khz));
+        let clock = Arc::new(VcpuRunTimeClock::for_current_thread(self.tsc_khz));
         let vcpu = VcpuId(self.id.into());
         vm.clock.add_vcpu(vcpu, clock.clone());
         let vmm_counts = Arc::new(VmmPmuCounts::new(vmm_counts::SELECTORS));
@@ -576,7 +576,7 @@ impl VcpuPmu {
     /// Adds the events of a single step to the counters, or the duration of a step with unknown
     /// outcome to the uncounted time. The caller must check [`VcpuPmu::take_count_overflow`] before
     /// the next instruction.
-    pub fn feed_step(&mut self, step: &StepOutcome) {
+    pub fn feed_step(&mut self, step: &SingleStepOutcome) {
         let began = self.step_began.take();
         if let Some(attached) = &mut self.attached {
             self.count_overflow |= step.feed(&attached.vmm_counts);
@@ -626,7 +626,7 @@ impl VcpuPmu {
 
     /// Returns the collector of the branch stack for the next sample.
     #[inline]
-    pub fn branches(&mut self) -> &mut BranchCollector {
+    pub fn branches(&mut self) -> &mut BranchStackCollector {
         &mut self.samples.branches
     }
 
@@ -774,7 +774,7 @@ impl VcpuPmu {
     }
 
     /// Returns the counters of the guest's PMU, as the guest programmed them.
-    pub fn view(&mut self, fd: &VcpuFd) -> Vec<CounterView> {
+    pub fn view(&mut self, fd: &VcpuFd) -> Vec<GuestCounterStatus> {
         if self.uses_kvm_vpmu() {
             return own::registers(fd, self.vm.config.model, self.filter.clone()).map_or_else(
                 |e| {

@@ -3,13 +3,13 @@
 use perf_core::pmu::host::{GuestSamplingEvent, MIN_CLOCK_PERIOD_NS, ThreadSwitches};
 use perf_core::pmu::{PmuError, VcpuId};
 use perf_core::{Attr, EventType};
-use vpmu::{ArchEvent, CounterBacking, EventSource, ParavirtualEvent};
+use vpmu::{ArchEvent, CounterBacking, HostEventSource, ParavirtualEvent};
 
 use super::VmPmu;
 
 /// Sampling of an operator's event by the host's kernel.
 #[derive(Debug)]
-pub struct HostSampling {
+pub struct HostKernelSampling {
     /// Host perf event that takes the samples. Initially stopped.
     pub sampler: GuestSamplingEvent,
     /// Sampling period in events; `None` if each sample carries its period.
@@ -22,7 +22,7 @@ pub struct HostSampling {
 
 /// Reason why the host's kernel cannot sample an event.
 #[derive(Debug, thiserror::Error)]
-pub enum HostSamplingError {
+pub enum HostKernelSamplingError {
     /// The vCPU has no thread yet, so it has no clock to sample.
     #[error("vCPU {0} is not running yet")]
     NotRunning(u32),
@@ -55,18 +55,22 @@ impl VmPmu {
     }
 
     /// Opens a host event that samples `attr` in the host's kernel, on the thread of `vcpu`. For a
-    /// clock event, the period may be longer than requested (see [`HostSampling::period`]).
+    /// clock event, the period may be longer than requested (see [`HostKernelSampling::period`]).
     ///
     /// # Errors
-    /// Returns [`HostSamplingError`] with the reason.
-    pub fn host_sampling(&self, vcpu: VcpuId, attr: &Attr) -> Result<HostSampling, HostSamplingError> {
+    /// Returns [`HostKernelSamplingError`] with the reason.
+    pub fn host_sampling(
+        &self,
+        vcpu: VcpuId,
+        attr: &Attr,
+    ) -> Result<HostKernelSampling, HostKernelSamplingError> {
         let clock = self
             .clock
             .clock_of(vcpu)
-            .ok_or(HostSamplingError::NotRunning(vcpu.0))?;
+            .ok_or(HostKernelSamplingError::NotRunning(vcpu.0))?;
         if attr.ty == EventType::CLOCK {
             if attr.exclude_user || attr.exclude_kernel {
-                return Err(HostSamplingError::OneLevel);
+                return Err(HostKernelSamplingError::OneLevel);
             }
             let khz = u128::from(clock.tsc_khz().max(1));
             let shortest = u128::from(MIN_CLOCK_PERIOD_NS) * khz / 1_000_000;
@@ -75,7 +79,7 @@ impl VmPmu {
                 .max(u64::try_from(shortest).unwrap_or(u64::MAX));
             let period_ns = u128::from(period) * 1_000_000 / khz;
             let period_ns = u64::try_from(period_ns).unwrap_or(u64::MAX);
-            return Ok(HostSampling {
+            return Ok(HostKernelSampling {
                 sampler: GuestSamplingEvent::clock(clock.tid(), period_ns)?,
                 period: Some(period),
                 sees_host: true,
@@ -84,27 +88,27 @@ impl VmPmu {
         }
         if [EventType::HARDWARE, EventType::HW_CACHE, EventType::RAW].contains(&attr.ty) {
             if self.hardware.is_none() {
-                return Err(HostSamplingError::NoPmu);
+                return Err(HostKernelSamplingError::NoPmu);
             }
-            return Ok(HostSampling {
+            return Ok(HostKernelSampling {
                 sampler: GuestSamplingEvent::hardware(clock.tid(), attr)?,
                 period: None,
                 sees_host: !attr.exclude_host,
                 interpreted: false,
             });
         }
-        Err(HostSamplingError::OtherDriver)
+        Err(HostKernelSamplingError::OtherDriver)
     }
 
     /// Opens a host event that records the context switches of the thread of `vcpu`.
     ///
     /// # Errors
-    /// Returns [`HostSamplingError`] with the reason.
-    pub fn thread_switches(&self, vcpu: VcpuId) -> Result<ThreadSwitches, HostSamplingError> {
+    /// Returns [`HostKernelSamplingError`] with the reason.
+    pub fn thread_switches(&self, vcpu: VcpuId) -> Result<ThreadSwitches, HostKernelSamplingError> {
         let clock = self
             .clock
             .clock_of(vcpu)
-            .ok_or(HostSamplingError::NotRunning(vcpu.0))?;
+            .ok_or(HostKernelSamplingError::NotRunning(vcpu.0))?;
         Ok(ThreadSwitches::open(clock.tid())?)
     }
 
@@ -130,13 +134,13 @@ impl VmPmu {
     }
 
     /// Returns the source that counts a paravirtual event for an operator.
-    pub fn paravirtual_source(&self, event: ParavirtualEvent) -> Option<EventSource> {
+    pub fn paravirtual_source(&self, event: ParavirtualEvent) -> Option<HostEventSource> {
         self.sources().paravirtual_for_operator(event)
     }
 
     /// Returns the source that counts one of perf's generic events for an operator. `number` is the
     /// `PERF_COUNT_HW_*` number of the event.
-    pub fn generic_source(&self, number: u64) -> Option<EventSource> {
+    pub fn generic_source(&self, number: u64) -> Option<HostEventSource> {
         match ArchEvent::ALL
             .into_iter()
             .find(|arch| arch.generic_number() == Some(number))
@@ -147,7 +151,7 @@ impl VmPmu {
                 exact.or_else(|| self.sources().for_operator(arch))
             }
             // Other perf event numbers have a processor-specific meaning.
-            None => self.hardware.map(|_| EventSource {
+            None => self.hardware.map(|_| HostEventSource {
                 backing: CounterBacking::Hardware,
                 ty: EventType::HARDWARE,
                 config: number,
@@ -161,7 +165,7 @@ impl VmPmu {
 mod tests {
     use std::sync::Arc;
 
-    use perf_core::pmu::clock::VcpuClock;
+    use perf_core::pmu::clock::VcpuRunTimeClock;
 
     use super::*;
     use crate::testing::pmu;
@@ -189,8 +193,10 @@ mod tests {
             (true, 1000),
             "its clock is not known"
         );
-        vm.clock
-            .add_vcpu(VcpuId(0), Arc::new(VcpuClock::for_current_thread(2_000_000)));
+        vm.clock.add_vcpu(
+            VcpuId(0),
+            Arc::new(VcpuRunTimeClock::for_current_thread(2_000_000)),
+        );
         vm.clock_period(VcpuId(0), &mut attr);
         assert_eq!((attr.freq, attr.sample_period), (false, 2_000_000));
         let mut never = at_1000_hz();
@@ -207,9 +213,11 @@ mod tests {
             let vm = pmu(None, interprets);
             let clock = clock_event();
             let refused = |attr: &Attr| vm.host_sampling(VcpuId(0), attr).unwrap_err();
-            assert!(matches!(refused(&clock), HostSamplingError::NotRunning(0)));
-            vm.clock
-                .add_vcpu(VcpuId(0), Arc::new(VcpuClock::for_current_thread(2_000_000)));
+            assert!(matches!(refused(&clock), HostKernelSamplingError::NotRunning(0)));
+            vm.clock.add_vcpu(
+                VcpuId(0),
+                Arc::new(VcpuRunTimeClock::for_current_thread(2_000_000)),
+            );
             let of = |ty, exclude_user| Attr {
                 ty,
                 exclude_user,
@@ -218,15 +226,15 @@ mod tests {
             };
             assert!(matches!(
                 refused(&of(EventType::CLOCK, true)),
-                HostSamplingError::OneLevel
+                HostKernelSamplingError::OneLevel
             ));
             assert!(matches!(
                 refused(&of(EventType::HARDWARE, false)),
-                HostSamplingError::NoPmu
+                HostKernelSamplingError::NoPmu
             ));
             assert!(matches!(
                 refused(&of(EventType::KVM, false)),
-                HostSamplingError::OtherDriver
+                HostKernelSamplingError::OtherDriver
             ));
             match vm.host_sampling(VcpuId(0), &of(EventType::CLOCK, false)) {
                 Ok(sampling) => {

@@ -8,8 +8,8 @@ use std::sync::Arc;
 
 use kvm_bindings::{Msrs, kvm_msr_entry};
 use vpmu::{
-    CounterBacking, CounterEvents, CounterIndex, CounterTimes, CounterView, EnableOutcome, EventFilter,
-    EventLoss, EventRequest, MsrAddress, PmuModel, Vpmu,
+    CounterBacking, CounterEnableOutcome, CounterEventLoss, CounterEventRequest, CounterEvents, CounterIndex,
+    CounterTimes, EventFilter, GuestCounterStatus, MsrAddress, PmuModel, Vpmu,
 };
 
 use crate::kvm::call::KvmIoctlError;
@@ -91,7 +91,7 @@ fn mirror(
 
 /// Returns views of the counters in `mirror`, a register file with the values of KVM's registers.
 /// Only the register values are valid.
-pub fn view(mirror: &mut Vpmu) -> Vec<CounterView> {
+pub fn view(mirror: &mut Vpmu) -> Vec<GuestCounterStatus> {
     mirror.counters_view(&mut KvmCounterEvents)
 }
 
@@ -100,12 +100,12 @@ pub fn view(mirror: &mut Vpmu) -> Vec<CounterView> {
 pub struct KvmCounterEvents;
 
 impl CounterEvents for KvmCounterEvents {
-    fn program(&mut self, _: CounterIndex, _: Option<&EventRequest>) -> CounterBacking {
+    fn program(&mut self, _: CounterIndex, _: Option<&CounterEventRequest>) -> CounterBacking {
         CounterBacking::Kvm
     }
 
-    fn enable(&mut self, _: CounterIndex, _: Option<u64>) -> (EnableOutcome, u64) {
-        (EnableOutcome::Counting(CounterBacking::Kvm), 0)
+    fn enable(&mut self, _: CounterIndex, _: Option<u64>) -> (CounterEnableOutcome, u64) {
+        (CounterEnableOutcome::Counting(CounterBacking::Kvm), 0)
     }
 
     fn disable(&mut self, _: CounterIndex) -> u64 {
@@ -130,7 +130,7 @@ impl CounterEvents for KvmCounterEvents {
         false
     }
 
-    fn lost(&mut self, _: CounterIndex) -> Option<EventLoss> {
+    fn lost(&mut self, _: CounterIndex) -> Option<CounterEventLoss> {
         None
     }
 

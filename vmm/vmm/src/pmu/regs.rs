@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use arc_swap::{ArcSwapOption, Guard};
 use kvm_bindings::{Msrs, kvm_msr_entry, kvm_regs, kvm_sregs};
 use perf_core::attr::{REGS_USER_LEN, STACK_USER_MAX};
-use perf_core::branch::{BranchEntry, BranchSampling};
+use perf_core::branch::{BranchEntry, BranchStackConfig};
 use perf_core::record::{RecordWords, UserRegsAndStack};
 use perf_core::{CpuMode, SampleRegs, error_line, guest_log};
 use sandbox::SandboxedThreadKind;
@@ -17,19 +17,19 @@ use smallvec::SmallVec;
 use vm_memory::GuestMemoryMmap;
 use zerocopy::IntoBytes;
 
-use super::branches::BranchCollector;
-use super::kernel_reader::{KernelReadError, KernelReader};
+use super::branches::BranchStackCollector;
+use super::kernel_reader::{GuestKernelReadError, KernelReader};
 use crate::kvm::registers;
 use crate::kvm::vcpu_fd::VcpuFd;
 use guest_profile::locate::KernelAnchorRegisters;
-use guest_profile::mappings::{self, MappingGeneration, MappingReporter};
+use guest_profile::mappings::{self, MappingGeneration, SampleMappingReporter};
 use guest_profile::paging::{AddressSpace, has_five_levels};
-use guest_profile::sample::{RAW_BYTES, SampleData};
+use guest_profile::sample::{RAW_BYTES, SampleRawData};
 use guest_profile::search::FoundKernel;
 use guest_profile::task::{GuestTask, TaskReader};
 use guest_profile::unwind::context::SampledUserRegs;
 use guest_profile::unwind::{self, CONTEXT_GUEST_USER, CallChain, UnwindLimits, UnwindStopReasons};
-use guest_profile::{GuestRegs, WalkBudget};
+use guest_profile::{GuestMemoryReadBudget, GuestRegs};
 
 /// IA32_KERNEL_GS_BASE (SDM vol. 4): the GS base that SWAPGS loads.
 const IA32_KERNEL_GS_BASE: u32 = 0xC000_0102;
@@ -115,7 +115,7 @@ impl GuestSamplingContext {
     pub fn code(&self, cr3: u64, address: u64, length: u32) -> Vec<u8> {
         let five_levels = self.five_levels.load(Ordering::Relaxed);
         let mut space = AddressSpace::with_root(&self.memory, cr3, five_levels);
-        let mut budget = WalkBudget::new(CODE_READS, None);
+        let mut budget = GuestMemoryReadBudget::new(CODE_READS, None);
         let mut code = Vec::new();
         let (mut at, mut left) = (address, u64::from(length));
         while left > 0 {
@@ -234,11 +234,11 @@ impl GuestSamplingContext {
             Err(e) => {
                 let line = error_line(&e);
                 match e {
-                    KernelSearchError::Reader(KernelReadError::NoKeeper(_)) => {
+                    KernelSearchError::Reader(GuestKernelReadError::NoKeeper(_)) => {
                         log::warn!("{line}");
                         KernelSearch::Over(line)
                     }
-                    KernelSearchError::Reader(KernelReadError::WorkerExit(_)) => {
+                    KernelSearchError::Reader(GuestKernelReadError::WorkerExit(_)) => {
                         guest_log!(Warn, "{line}");
                         KernelSearch::Failed(line, Instant::now())
                     }
@@ -258,7 +258,7 @@ impl GuestSamplingContext {
 #[derive(Debug, thiserror::Error)]
 enum KernelSearchError {
     #[error(transparent)]
-    Reader(#[from] KernelReadError),
+    Reader(#[from] GuestKernelReadError),
     #[error("this VM has no kernel reader process")]
     NoReader,
     #[error("cannot read the vCPU's registers from KVM")]
@@ -274,12 +274,12 @@ const MAX_USER_FRAMES: usize = 32;
 
 /// State that a vCPU keeps between samples.
 #[derive(Debug)]
-pub struct SampleCache {
+pub struct VcpuSampleCache {
     /// Address of the guest kernel's per-CPU data for this vCPU; `None` if unknown. Does not change
     /// while the kernel runs.
     per_cpu_base: Option<u64>,
     /// Mappings that samples have already reported to their readers.
-    told: MappingReporter,
+    told: SampleMappingReporter,
     /// Buffer for the raw data of a sample.
     raw: Box<[u8; RAW_BYTES + mappings::MAX_BYTES]>,
     /// Buffer for the user stack of a sample; empty until a sample needs it.
@@ -289,10 +289,10 @@ pub struct SampleCache {
     /// Time that the last sample took on the vCPU thread, in nanoseconds; 0 if not measured.
     held_ns: u32,
     /// Collector of the branch stack for the next sample.
-    pub(super) branches: BranchCollector,
+    pub(super) branches: BranchStackCollector,
     /// Time that single-stepping took for the branch stack of the sample, in nanoseconds.
     burst_ns: u32,
-    /// `true` if a sample was taken since the last [`SampleCache::held`].
+    /// `true` if a sample was taken since the last [`VcpuSampleCache::held`].
     taken: bool,
     /// Number of samples that were taken on this vCPU so far.
     samples: u32,
@@ -302,7 +302,7 @@ pub struct SampleCache {
 /// of this constant.
 const MEASURE_INTERVAL: u32 = 4;
 
-impl SampleCache {
+impl VcpuSampleCache {
     /// Begins to handle overflows. Returns the current time if the duration of the sample is to be
     /// measured. Not every sample is measured, because reading the clock takes time.
     #[inline]
@@ -330,16 +330,16 @@ impl SampleCache {
     }
 }
 
-impl Default for SampleCache {
+impl Default for VcpuSampleCache {
     fn default() -> Self {
         Self {
             per_cpu_base: None,
-            told: MappingReporter::new(),
+            told: SampleMappingReporter::new(),
             raw: Box::new([0; RAW_BYTES + mappings::MAX_BYTES]),
             stack: Vec::new(),
             user_regs: [0; REGS_USER_LEN],
             held_ns: 0,
-            branches: BranchCollector::default(),
+            branches: BranchStackCollector::default(),
             burst_ns: 0,
             taken: false,
             samples: 0,
@@ -378,7 +378,7 @@ impl ExitRegisters {
 pub struct VcpuSampleRegs<'a> {
     fd: &'a VcpuFd,
     guest: &'a GuestSamplingContext,
-    memory: &'a mut SampleCache,
+    memory: &'a mut VcpuSampleCache,
     /// Registers that were read for this sample so far.
     known: ExitRegisters,
     /// Kernel of the guest; `None` if it was not needed yet.
@@ -403,7 +403,7 @@ impl<'a> VcpuSampleRegs<'a> {
     pub fn new(
         fd: &'a VcpuFd,
         guest: &'a GuestSamplingContext,
-        memory: &'a mut SampleCache,
+        memory: &'a mut VcpuSampleCache,
         known: ExitRegisters,
     ) -> Self {
         Self {
@@ -502,7 +502,7 @@ impl<'a> VcpuSampleRegs<'a> {
         self.walk_regs()?;
         let layout = self.kernel.as_ref()?.as_ref()?.tasks.as_ref().ok()?;
         let memory = &mut *self.memory;
-        let mut budget = WalkBudget::new(TASK_READS, None);
+        let mut budget = GuestMemoryReadBudget::new(TASK_READS, None);
         let mut reader = TaskReader::new(layout, &self.guest.memory, &self.known.regs)?;
         let task = reader.current(base, &mut budget)?;
         if task.mm != 0 {
@@ -536,7 +536,7 @@ impl<'a> VcpuSampleRegs<'a> {
             let base = self.per_cpu_base()?;
             self.walk_regs()?;
             let layout = self.kernel.as_ref()?.as_ref()?.tasks.as_ref().ok()?;
-            let mut budget = WalkBudget::new(TASK_READS, None);
+            let mut budget = GuestMemoryReadBudget::new(TASK_READS, None);
             TaskReader::new(layout, &self.guest.memory, &self.known.regs)?
                 .is_single_stepped(base, &mut budget)
         };
@@ -585,7 +585,7 @@ impl SampleRegs for VcpuSampleRegs<'_> {
         chain.len
     }
 
-    fn branches(&mut self, request: BranchSampling, out: &mut Vec<BranchEntry>) -> bool {
+    fn branches(&mut self, request: BranchStackConfig, out: &mut Vec<BranchEntry>) -> bool {
         self.memory.branches.take(request, out)
     }
 
@@ -662,7 +662,7 @@ impl VcpuSampleRegs<'_> {
         let (cr3, cpl) = self.system().map_or((0, 0), |regs| (regs.cr3, regs.cpl));
         let five_levels = has_five_levels(&self.known.regs);
         self.guest.five_levels.store(five_levels, Ordering::Relaxed);
-        let raw = SampleData {
+        let raw = SampleRawData {
             cr3,
             cpl,
             ends,
@@ -741,7 +741,7 @@ mod tests {
         let probe = GuestSamplingContext::new(memory, None);
         assert!(probe.begin_search());
         let gone = std::io::ErrorKind::BrokenPipe;
-        probe.look(|_| Err(KernelReadError::NoKeeper(gone.into()).into()));
+        probe.look(|_| Err(GuestKernelReadError::NoKeeper(gone.into()).into()));
         let told = |probe: &GuestSamplingContext| {
             let why = failure(probe);
             assert!(why.contains("until the VM is restarted"), "{why}");
@@ -757,7 +757,7 @@ mod tests {
     /// The duration of a sample is recorded only if the sample was selected for measurement.
     #[test]
     fn sample_cost_is_measured_periodically() {
-        let mut memory = SampleCache::default();
+        let mut memory = VcpuSampleCache::default();
         let mut measured = Vec::new();
         for n in 0..200 {
             let began = memory.begin();

@@ -13,7 +13,7 @@ use std::sync::atomic::{AtomicPtr, AtomicU64, Ordering};
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use perf_core::pmu::host::{EventOpenRequest, EventOpener, SyscallOpener};
+use perf_core::pmu::host::{EventOpenRequest, HostEventOpener, SyscallOpener};
 
 /// Maximum time that a thread waits until another thread has opened an event.
 const TIMEOUT: Duration = Duration::from_secs(30);

@@ -1,6 +1,6 @@
 use vm_memory::{GuestAddress, GuestMemoryMmap};
 use vpmu::registers::{IA32_PERF_GLOBAL_CTRL, IA32_PERFEVTSEL0, IA32_PMC0};
-use vpmu::{BackingPolicy, PmuModel};
+use vpmu::{CounterBackingPolicy, PmuModel};
 
 use super::*;
 
@@ -13,10 +13,10 @@ fn selector(event: ParavirtualEvent) -> u64 {
 
 /// Returns the PMU of a vCPU on this thread, which can count only events that the VMM adds.
 fn pmu() -> VcpuPmu {
-    pmu_with(BackingPolicy::Auto)
+    pmu_with(CounterBackingPolicy::Auto)
 }
 
-fn pmu_with(policy: BackingPolicy) -> VcpuPmu {
+fn pmu_with(policy: CounterBackingPolicy) -> VcpuPmu {
     let name = "intel-v2".parse().unwrap();
     let config = PmuConfig::new(
         PmuModel::resolve(name, None, None, &mut cpuid::read_host).unwrap(),
@@ -25,7 +25,7 @@ fn pmu_with(policy: BackingPolicy) -> VcpuPmu {
     let memory = GuestMemoryMmap::from_ranges(&[(GuestAddress(0), 0x1000)]).unwrap();
     let vm = VmPmu::new(
         config,
-        &HostProbe::run(),
+        &HostPerfCapabilities::run(),
         None,
         false,
         GuestSamplingContext::new(memory, None),
@@ -117,12 +117,12 @@ fn guest_reads_uncounted_time() {
 #[test]
 fn lost_step_is_uncounted_time() {
     const INSTRUCTIONS: u64 = 0xc0 | 1 << 16 | 1 << 17 | 1 << 22;
-    let mut pmu = pmu_with(BackingPolicy::Exact);
+    let mut pmu = pmu_with(CounterBackingPolicy::Exact);
     program(&mut pmu, ParavirtualEvent::UncountedNs);
     pmu.step_began = Some(Instant::now());
-    pmu.feed_step(&StepOutcome {
+    pmu.feed_step(&SingleStepOutcome {
         lost: true,
-        ..StepOutcome::default()
+        ..SingleStepOutcome::default()
     });
     assert_eq!(read(&mut pmu), Some(0), "a step for a branch stack has no gap");
     write(&mut pmu, IA32_PERFEVTSEL0 + 1, INSTRUCTIONS);
@@ -130,13 +130,13 @@ fn lost_step_is_uncounted_time() {
     pmu.reconcile();
     pmu.step_began = Some(Instant::now());
     std::thread::sleep(Duration::from_millis(2));
-    pmu.feed_step(&StepOutcome::default());
+    pmu.feed_step(&SingleStepOutcome::default());
     assert_eq!(read(&mut pmu), Some(0), "an explained step has no gap");
     pmu.step_began = Some(Instant::now());
     std::thread::sleep(Duration::from_millis(2));
-    pmu.feed_step(&StepOutcome {
+    pmu.feed_step(&SingleStepOutcome {
         lost: true,
-        ..StepOutcome::default()
+        ..SingleStepOutcome::default()
     });
     let lost = read(&mut pmu).unwrap();
     assert!(lost >= 2_000_000, "{lost}");

@@ -18,15 +18,15 @@
 
 use std::time::{Duration, Instant};
 
-use perf_core::branch::BranchSampling;
+use perf_core::branch::BranchStackConfig;
 use vm_memory::GuestMemoryMmap;
-use vpmu::{BranchRequest, PrivilegeLevels};
+use vpmu::{BranchCollectionRequest, PrivilegeLevels};
 
 use super::factory::StepperConfig;
 use super::kick::KickTimer;
 use super::registers::RegisterCache;
 use super::running::Running;
-use super::step::{StepError, Stepper};
+use super::step::{SingleStepError, Stepper};
 use crate::pmu::branches;
 
 /// Maximum number of single steps and straight-line runs in a burst, per requested branch.
@@ -146,16 +146,16 @@ impl Running {
     /// reached. Must be called before overflows are handled.
     ///
     /// # Errors
-    /// Returns [`StepError`] if a KVM call fails.
+    /// Returns [`SingleStepError`] if a KVM call fails.
     #[inline]
-    pub(super) fn collect_branches(&mut self) -> Result<(), StepError> {
+    pub(super) fn collect_branches(&mut self) -> Result<(), SingleStepError> {
         if self.bursts.has_active() {
             self.continue_burst()?;
         }
         Ok(())
     }
 
-    fn continue_burst(&mut self) -> Result<(), StepError> {
+    fn continue_burst(&mut self) -> Result<(), SingleStepError> {
         let debugged = self.is_debugger_attached();
         let (Some(pmu), Some(stepper), Some(burst)) = (&mut self.pmu, &mut self.stepper, &self.bursts.active)
         else {
@@ -237,7 +237,7 @@ impl Running {
         }
     }
 
-    fn begin_burst(&mut self, request: BranchSampling, now: u64, timer: &KickTimer) {
+    fn begin_burst(&mut self, request: BranchStackConfig, now: u64, timer: &KickTimer) {
         if self.exit_is_open || now < self.bursts.not_before_cpu_ns {
             return;
         }
@@ -269,8 +269,8 @@ impl Running {
     /// necessary.
     ///
     /// # Errors
-    /// Returns [`StepError`] if a KVM call fails.
-    pub(super) fn wait_for_branch_records(&mut self, timer: &KickTimer) -> Result<bool, StepError> {
+    /// Returns [`SingleStepError`] if a KVM call fails.
+    pub(super) fn wait_for_branch_records(&mut self, timer: &KickTimer) -> Result<bool, SingleStepError> {
         let Some(pmu) = &mut self.pmu else {
             return Ok(false);
         };
@@ -293,7 +293,11 @@ impl Running {
 
     /// Starts a burst for the guest's branch records. Returns `false` if no burst is possible in
     /// the current state of the vCPU. The guest then finds its branch records empty.
-    fn begin_branch_records(&mut self, request: BranchRequest, timer: &KickTimer) -> Result<bool, StepError> {
+    fn begin_branch_records(
+        &mut self,
+        request: BranchCollectionRequest,
+        timer: &KickTimer,
+    ) -> Result<bool, SingleStepError> {
         let can_step = self.can_step();
         let Some(pmu) = &mut self.pmu else {
             return Ok(false);

@@ -4,7 +4,7 @@ use std::io;
 use std::sync::atomic::{AtomicU8, AtomicUsize, Ordering};
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 
-use super::debugger::{Debugger, RunStateControl};
+use super::debugger::{Debugger, DebuggerRunControl};
 use crate::devices::cpu_plug::VcpuSet;
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
@@ -69,7 +69,7 @@ impl std::str::FromStr for ResetPolicy {
 /// Run state that the vCPU threads follow.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
-pub enum RunState {
+pub enum VmRunState {
     /// vCPUs execute guest code.
     Running = 0,
     /// vCPUs wait outside the guest.
@@ -85,9 +85,9 @@ pub enum RunState {
 
 /// Run state and stop reason of a VM, shared by its threads.
 #[derive(Debug)]
-pub struct RunControl {
+pub struct VmRunControl {
     state: AtomicU8,
-    /// Number of vCPU threads blocked in [`RunControl::wait_until_not_paused`].
+    /// Number of vCPU threads blocked in [`VmRunControl::wait_until_not_paused`].
     parked: AtomicUsize,
     on_reset: ResetPolicy,
     ends: Mutex<RunControlState>,
@@ -99,7 +99,7 @@ pub struct RunControl {
     debugger: Option<Debugger>,
 }
 
-/// State of [`RunControl`] that its lock protects.
+/// State of [`VmRunControl`] that its lock protects.
 #[derive(Debug, Default)]
 pub(super) struct RunControlState {
     reason: Option<VmStopReason>,
@@ -121,14 +121,14 @@ pub(super) struct ResetBarrier {
     pub(super) ready: bool,
 }
 
-impl RunControl {
-    /// Creates the run control of a VM that is in state [`RunState::Running`].
+impl VmRunControl {
+    /// Creates the run control of a VM that is in state [`VmRunState::Running`].
     ///
     /// # Errors
     /// Returns an error if `eventfd(2)` fails.
     pub fn new(on_reset: ResetPolicy) -> io::Result<Self> {
         Ok(Self {
-            state: AtomicU8::new(RunState::Running as u8),
+            state: AtomicU8::new(VmRunState::Running as u8),
             parked: AtomicUsize::new(0),
             on_reset,
             ends: Mutex::default(),
@@ -150,13 +150,13 @@ impl RunControl {
     }
 
     /// Returns the current run state. Costs one relaxed load.
-    pub fn state(&self) -> RunState {
+    pub fn state(&self) -> VmRunState {
         match self.state.load(Ordering::Relaxed) {
-            0 => RunState::Running,
-            1 => RunState::Paused,
-            3 => RunState::Resetting,
-            4 => RunState::Held,
-            _ => RunState::Stopped,
+            0 => VmRunState::Running,
+            1 => VmRunState::Paused,
+            3 => VmRunState::Resetting,
+            4 => VmRunState::Held,
+            _ => VmRunState::Stopped,
         }
     }
 
@@ -164,7 +164,7 @@ impl RunControl {
     pub fn stop(&self, reason: VmStopReason) {
         let mut ends = self.lock();
         ends.reason.get_or_insert(reason);
-        self.set(RunState::Stopped);
+        self.set(VmRunState::Stopped);
         drop(ends);
         self.changed.notify_all();
         if let Err(e) = self.stopped.write(1) {
@@ -180,8 +180,8 @@ impl RunControl {
         }
         let ends = self.lock();
         match self.state() {
-            RunState::Running | RunState::Paused | RunState::Held => self.set(RunState::Resetting),
-            RunState::Stopped | RunState::Resetting => {}
+            VmRunState::Running | VmRunState::Paused | VmRunState::Held => self.set(VmRunState::Resetting),
+            VmRunState::Stopped | VmRunState::Resetting => {}
         }
         drop(ends);
         self.changed.notify_all();
@@ -212,9 +212,9 @@ impl RunControl {
         let mut ends = self.lock();
         ends.paused = paused;
         match self.state() {
-            RunState::Stopped => return false,
-            RunState::Resetting => return true,
-            RunState::Running | RunState::Paused | RunState::Held => self.apply_requested_state(&ends),
+            VmRunState::Stopped => return false,
+            VmRunState::Resetting => return true,
+            VmRunState::Running | VmRunState::Paused | VmRunState::Held => self.apply_requested_state(&ends),
         }
         drop(ends);
         self.changed.notify_all();
@@ -230,15 +230,15 @@ impl RunControl {
     /// paused the VM, the debugger has no effect.
     pub(super) fn apply_requested_state(&self, ends: &RunControlState) {
         self.set(if ends.paused {
-            RunState::Paused
+            VmRunState::Paused
         } else if ends.held {
-            RunState::Held
+            VmRunState::Held
         } else {
-            RunState::Running
+            VmRunState::Running
         });
     }
 
-    fn set(&self, state: RunState) {
+    fn set(&self, state: VmRunState) {
         self.state.store(state as u8, Ordering::SeqCst);
     }
 
@@ -254,11 +254,11 @@ impl RunControl {
 
     /// Blocks a vCPU thread while the VM is paused or held by a debugger. Returns early if `mail`
     /// returns `true`, which means that the thread has a request. The sender of a request must call
-    /// [`RunControl::wake_parked`] after posting it.
+    /// [`VmRunControl::wake_parked`] after posting it.
     pub fn wait_until_not_paused(&self, mail: impl Fn() -> bool) {
         let mut guard = self.lock();
         self.parked.fetch_add(1, Ordering::SeqCst);
-        while matches!(self.state(), RunState::Paused | RunState::Held) && !mail() {
+        while matches!(self.state(), VmRunState::Paused | VmRunState::Held) && !mail() {
             guard = self.wait(guard);
         }
         self.parked.fetch_sub(1, Ordering::SeqCst);
@@ -292,21 +292,21 @@ impl RunControl {
     }
 }
 
-impl RunStateControl for RunControl {
+impl DebuggerRunControl for VmRunControl {
     /// Stops the VM for a debugger, or resumes it unless an operator has paused it.
     fn set_held(&self, held: bool) {
         let mut ends = self.lock();
         ends.held = held;
         match self.state() {
-            RunState::Stopped | RunState::Resetting => {}
-            RunState::Running | RunState::Paused | RunState::Held => self.apply_requested_state(&ends),
+            VmRunState::Stopped | VmRunState::Resetting => {}
+            VmRunState::Running | VmRunState::Paused | VmRunState::Held => self.apply_requested_state(&ends),
         }
         drop(ends);
         self.changed.notify_all();
     }
 
     fn wake_parked(&self) {
-        RunControl::wake_parked(self);
+        VmRunControl::wake_parked(self);
     }
 
     fn has_ended(&self) -> bool {
@@ -321,13 +321,13 @@ mod tests {
     /// Only the first stop reason is reported, and a stopped VM cannot be resumed.
     #[test]
     fn first_stop_reason_wins_and_is_final() {
-        let control = RunControl::new(ResetPolicy::Exit).unwrap();
+        let control = VmRunControl::new(ResetPolicy::Exit).unwrap();
         assert!(control.set_paused(true));
         control.stop(VmStopReason::Reset);
         control.stop(VmStopReason::PowerOff);
         assert_eq!(control.reason(), Some(VmStopReason::Reset));
         assert!(!control.set_paused(false));
-        assert_eq!(control.state(), RunState::Stopped);
+        assert_eq!(control.state(), VmRunState::Stopped);
         assert_eq!(control.stopped_event().read().unwrap(), 2);
     }
 
@@ -335,18 +335,25 @@ mod tests {
     /// always stop the VM.
     #[test]
     fn only_reset_restarts_vm_if_enabled() {
-        let exits = RunControl::new(ResetPolicy::Exit).unwrap();
+        let exits = VmRunControl::new(ResetPolicy::Exit).unwrap();
         exits.handle_guest_stop(VmStopReason::Reset);
         assert_eq!(exits.reason(), Some(VmStopReason::Reset));
-        let restarts = RunControl::new(ResetPolicy::Restart).unwrap();
+        let restarts = VmRunControl::new(ResetPolicy::Restart).unwrap();
         restarts.handle_guest_stop(VmStopReason::TripleFault);
-        assert_eq!((restarts.reason(), restarts.state()), (None, RunState::Resetting));
+        assert_eq!(
+            (restarts.reason(), restarts.state()),
+            (None, VmRunState::Resetting)
+        );
         assert!(restarts.set_paused(true));
-        assert_eq!(restarts.state(), RunState::Resetting, "the pause comes after it");
+        assert_eq!(
+            restarts.state(),
+            VmRunState::Resetting,
+            "the pause comes after it"
+        );
         restarts.handle_guest_stop(VmStopReason::PowerOff);
         assert_eq!(restarts.reason(), Some(VmStopReason::PowerOff));
         restarts.handle_guest_stop(VmStopReason::Reset);
-        assert_eq!(restarts.state(), RunState::Stopped);
+        assert_eq!(restarts.state(), VmRunState::Stopped);
     }
 
     /// A request wakes a vCPU thread that is blocked by a pause. The pause does not end.
@@ -354,7 +361,7 @@ mod tests {
     fn request_wakes_parked_thread() {
         use std::sync::atomic::AtomicBool;
         let shared = std::sync::Arc::new((
-            RunControl::new(ResetPolicy::Exit).unwrap(),
+            VmRunControl::new(ResetPolicy::Exit).unwrap(),
             AtomicBool::new(false),
         ));
         shared.0.set_paused(true);
@@ -368,33 +375,33 @@ mod tests {
         shared.1.store(true, Ordering::SeqCst);
         shared.0.wake_parked();
         waiter.join().unwrap();
-        assert_eq!(shared.0.state(), RunState::Paused);
+        assert_eq!(shared.0.state(), VmRunState::Paused);
     }
 
     /// The VM stays stopped until both the operator's pause and the debugger's stop have ended.
     #[test]
     fn pause_and_debugger_stop_are_independent() {
-        let control = RunControl::new(ResetPolicy::Restart).unwrap();
+        let control = VmRunControl::new(ResetPolicy::Restart).unwrap();
         control.set_held(true);
-        assert_eq!(control.state(), RunState::Held);
+        assert_eq!(control.state(), VmRunState::Held);
         control.set_paused(true);
-        assert_eq!(control.state(), RunState::Paused);
+        assert_eq!(control.state(), VmRunState::Paused);
         control.set_held(false);
-        assert_eq!(control.state(), RunState::Paused);
+        assert_eq!(control.state(), VmRunState::Paused);
         control.set_held(true);
         control.set_paused(false);
-        assert_eq!(control.state(), RunState::Held);
+        assert_eq!(control.state(), VmRunState::Held);
         control.handle_guest_stop(VmStopReason::Reset);
         control.set_held(false);
-        assert_eq!(control.state(), RunState::Resetting);
+        assert_eq!(control.state(), VmRunState::Resetting);
         control.stop(VmStopReason::Operator);
         control.set_held(true);
-        assert_eq!(control.state(), RunState::Stopped);
+        assert_eq!(control.state(), VmRunState::Stopped);
     }
 
     #[test]
     fn stop_releases_paused_threads() {
-        let control = std::sync::Arc::new(RunControl::new(ResetPolicy::Exit).unwrap());
+        let control = std::sync::Arc::new(VmRunControl::new(ResetPolicy::Exit).unwrap());
         control.set_paused(true);
         let waiter = std::thread::spawn({
             let control = control.clone();

@@ -10,7 +10,7 @@ use super::debugger::{ChangedRegisters, DebugStop, DebugStopCause, Debugger, Res
 use super::failure::VcpuFailure;
 use super::internal_error::InternalError;
 use super::running::{ExitAction, LoopAction, Running};
-use super::step::debug::DebugRequest;
+use super::step::debug::EntryDebugState;
 use crate::kvm::call::KvmIoctlError;
 
 impl Running {
@@ -80,9 +80,9 @@ impl Running {
 
     /// Returns the debug state that the debugger needs at the next entry. Also passes new hardware
     /// breakpoints to the owner of the debug registers.
-    pub(super) fn debugger_request(&mut self) -> DebugRequest {
+    pub(super) fn debugger_request(&mut self) -> EntryDebugState {
         let Some(debugger) = self.control.debugger() else {
-            return DebugRequest::default();
+            return EntryDebugState::default();
         };
         if let Some((version, points)) = debugger.hardware_breakpoints_since(self.debugger_version) {
             self.debugger_version = version;
@@ -90,10 +90,10 @@ impl Running {
                 .set_debugger_breakpoints(debugger.is_attached().then_some(points));
         }
         let step = debugger.is_attached() && debugger.go(self.id) == ResumeAction::Step;
-        DebugRequest {
+        EntryDebugState {
             step,
             block_interrupts: step && debugger.blocks_interrupts(),
-            ..DebugRequest::default()
+            ..EntryDebugState::default()
         }
     }
 

@@ -116,7 +116,7 @@ pub enum VcpuStopError {
 }
 
 /// Interface with which a debugger changes the run state of a machine.
-pub trait RunStateControl {
+pub trait DebuggerRunControl {
     /// Stops the machine for a debugger if the argument is `true`, and resumes it otherwise.
     fn set_held(&self, held: bool);
 
@@ -243,7 +243,7 @@ impl Debugger {
     }
 
     /// Stops the vCPUs for the debugger.
-    pub fn hold(&self, switch: &dyn RunStateControl) {
+    pub fn hold(&self, switch: &dyn DebuggerRunControl) {
         for cell in &self.cells {
             cell.go.store(ResumeAction::Stay as u8, Ordering::SeqCst);
         }
@@ -252,7 +252,7 @@ impl Debugger {
     }
 
     /// Resumes the machine. `go` returns what each vCPU does.
-    pub fn release(&self, switch: &dyn RunStateControl, go: impl Fn(u8) -> ResumeAction) {
+    pub fn release(&self, switch: &dyn DebuggerRunControl, go: impl Fn(u8) -> ResumeAction) {
         lock(&self.stop).take();
         let _ = self.event.read();
         let mut any_stays = false;
@@ -278,7 +278,7 @@ impl Debugger {
     /// not respond within `patience`.
     pub fn collect(
         &self,
-        switch: &dyn RunStateControl,
+        switch: &dyn DebuggerRunControl,
         present: impl Fn() -> Vec<u8>,
         patience: Duration,
     ) -> Result<(), VcpuStopError> {
@@ -444,7 +444,7 @@ impl Debugger {
 
     /// Stops all vCPUs for the debugger, because the calling vCPU has caused `stop`. If another
     /// vCPU has already stopped the machine, the reason of that stop is kept.
-    pub(super) fn stopped(&self, switch: &dyn RunStateControl, stop: DebugStop) {
+    pub(super) fn stopped(&self, switch: &dyn DebuggerRunControl, stop: DebugStop) {
         lock(&self.stop).get_or_insert(stop);
         self.hold(switch);
         let _ = self.event.write(1);
@@ -453,14 +453,14 @@ impl Debugger {
 
 #[cfg(test)]
 mod tests {
-    use super::super::control::{ResetPolicy, RunControl, RunState};
+    use super::super::control::{ResetPolicy, VmRunControl, VmRunState};
     use super::*;
 
     const NOW: Duration = Duration::ZERO;
 
-    fn machine() -> RunControl {
+    fn machine() -> VmRunControl {
         let debugger = Debugger::new(2, false).unwrap();
-        RunControl::new(ResetPolicy::Exit)
+        VmRunControl::new(ResetPolicy::Exit)
             .unwrap()
             .with_debugger(Some(debugger))
     }
@@ -496,7 +496,7 @@ mod tests {
         });
         assert_eq!(
             (control.state(), debugger.go(0)),
-            (RunState::Held, ResumeAction::Step)
+            (VmRunState::Held, ResumeAction::Step)
         );
         assert_eq!((debugger.take_changes(0), debugger.take_changes(1)), (None, None));
         assert!(!debugger.set_registers(0, &at(9)), "it runs");
@@ -508,7 +508,7 @@ mod tests {
         assert!(!debugger.are_registers_requested_from(1), "it has not run since");
         assert_eq!(debugger.registers(1), Some(at(3)));
         debugger.release(&control, |_| ResumeAction::Run);
-        assert_eq!(control.state(), RunState::Running);
+        assert_eq!(control.state(), VmRunState::Running);
         assert_eq!(debugger.take_changes(1), Some((at(3), ChangedRegisters::General)));
         assert_eq!(debugger.take_changes(1), None);
     }

@@ -18,10 +18,10 @@ use super::running::{ExitAction, ExitCompletion, LoopAction, Running};
 use super::stats::VcpuStats;
 use super::step::{self, Stepper};
 use crate::devices::{DeviceBus, DeviceWriteOutcome};
-use crate::kvm::armed_vcpu::ReadMsrExit;
-use crate::kvm::armed_vcpu::RunResult;
-use crate::kvm::armed_vcpu::VcpuExit;
-use crate::kvm::armed_vcpu::WriteMsrExit;
+use crate::kvm::kickable_vcpu::ReadMsrExit;
+use crate::kvm::kickable_vcpu::RunResult;
+use crate::kvm::kickable_vcpu::VcpuExit;
+use crate::kvm::kickable_vcpu::WriteMsrExit;
 use crate::pmu::VcpuPmu;
 use guest_patching::finder::TRAP_PORT;
 

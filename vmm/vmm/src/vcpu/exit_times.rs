@@ -10,8 +10,8 @@ use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use super::kick;
-use crate::kvm::armed_vcpu::VcpuExit;
 use crate::kvm::call::KvmIoctlError;
+use crate::kvm::kickable_vcpu::VcpuExit;
 use guest_patching::finder::TRAP_PORT;
 
 /// Defines [`VcpuExitReason`] from a list of variants, each with its name in the control protocol.

@@ -8,12 +8,12 @@ use std::sync::Arc;
 use guest_patching::gate::{GpHandlerInterception, GpHandlerTrap};
 use guest_patching::running::RunningKernelPatcher;
 use guest_patching::sites::{RdpmcSites, VcpuRdpmcSites};
-use kernel_images::packed::PackedSymbols;
+use kernel_images::packed::CompressedKernelSymbols;
 use vm_memory::GuestMemoryMmap;
 use vpmu::{PmuModel, Vendor};
 
 use super::affinity::VcpuPinning;
-use super::control::RunControl;
+use super::control::VmRunControl;
 use super::debugctl::DebugControl;
 use super::failure::{RestartError, VcpuError};
 use super::kvm_vcpu::KvmVcpu;
@@ -37,7 +37,7 @@ pub struct RdpmcConfig {
     /// Interception of the guest's #GP handler, to emulate RDPMC instructions that were not
     /// replaced: the trap, if it is in guest memory and therefore shared by all vCPUs, and the
     /// kernel's symbols. `None` without interception.
-    pub gate: Option<(Option<Arc<GpHandlerTrap>>, Arc<PackedSymbols>)>,
+    pub gate: Option<(Option<Arc<GpHandlerTrap>>, Arc<CompressedKernelSymbols>)>,
     /// Replaces RDPMC in kernels that the guest itself starts. `None` if these kernels are left
     /// unchanged.
     pub running: Option<Arc<RunningKernelPatcher>>,
@@ -84,7 +84,7 @@ pub struct VcpuFactory {
     /// PMU of the VM.
     pub pmu: Arc<VmPmu>,
     /// Run state of the VM.
-    pub control: Arc<RunControl>,
+    pub control: Arc<VmRunControl>,
     /// Guest memory.
     pub memory: GuestMemoryMmap,
     /// Linear addresses of the RDPMC instructions that are emulated with hardware breakpoints.

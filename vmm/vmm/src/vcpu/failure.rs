@@ -4,7 +4,7 @@ use std::io;
 
 use super::internal_error::InternalError;
 use super::pmi;
-use super::step::StepError;
+use super::step::SingleStepError;
 use crate::boot::BootError;
 use crate::kvm::call::KvmIoctlError;
 use crate::pmu::PmuSetupError;
@@ -54,7 +54,7 @@ pub(super) enum VcpuFailure {
     #[error(transparent)]
     Pmi(#[from] pmi::PmiError),
     #[error(transparent)]
-    Step(#[from] StepError),
+    Step(#[from] SingleStepError),
     #[error("failed to handle a breakpoint")]
     Debug(#[source] KvmIoctlError),
     #[error("failed to handle RDPMC")]

@@ -8,8 +8,8 @@ use kvm_bindings::{
     KVM_INTERNAL_ERROR_UNEXPECTED_EXIT_REASON,
 };
 
-use crate::kvm::armed_vcpu::{ArmedVcpu, InternalErrorExit};
 use crate::kvm::call::KvmIoctlError;
+use crate::kvm::kickable_vcpu::{InternalErrorExit, KickableVcpu};
 
 /// Linear address of the first instruction after INIT or reset (SDM vol. 3 §9.1.4).
 const RESET_VECTOR: u64 = 0xffff_fff0;
@@ -34,7 +34,7 @@ impl InternalError {
     ///
     /// # Errors
     /// Returns an error if a KVM call that reads registers fails.
-    pub(super) fn of(vcpu: &mut ArmedVcpu) -> Result<Self, KvmIoctlError> {
+    pub(super) fn of(vcpu: &mut KickableVcpu) -> Result<Self, KvmIoctlError> {
         let sregs = vcpu.get_sregs()?;
         let bits = match (sregs.cs.l, sregs.cs.db) {
             (0, 0) => 16,

@@ -3,7 +3,7 @@
 //! A vCPU thread receives two signals. The *kick* makes the thread check for changes such as a
 //! pause, a stop or a pending PMI. The *overflow* signal comes from the host kernel when a perf
 //! event of the vCPU overflows. Both signal handlers set `kvm_run.immediate_exit` of the vCPU that
-//! the thread runs ([`crate::kvm::armed_vcpu`]). The run loop clears that byte and *then* checks
+//! the thread runs ([`crate::kvm::kickable_vcpu`]). The run loop clears that byte and *then* checks
 //! for changes. After a signal that arrives later, the next KVM_RUN therefore returns immediately.
 //!
 //! Kick and overflow are standard signals, which coalesce while pending. Nothing is lost, because
@@ -11,7 +11,7 @@
 //! The length of the queue is limited per user, so a kick could be lost.
 //!
 //! A vCPU that receives many overflow signals blocks them and fetches them with a system call,
-//! which costs less than a signal handler; see [`OverflowSignals`].
+//! which costs less than a signal handler; see [`OverflowSignalDelivery`].
 #![expect(unsafe_code, reason = "signals, their masks and timers")]
 
 use std::cell::Cell;
@@ -23,7 +23,7 @@ use std::time::{Duration, Instant};
 use libc::{c_int, c_void, siginfo_t};
 use vmm_sys_util::signal::{create_sigset, register_signal_handler};
 
-use crate::kvm::armed_vcpu::request_exit_of_current_vcpu;
+use crate::kvm::kickable_vcpu::request_exit_of_current_vcpu;
 use crate::kvm::signal_mask;
 use crate::kvm::vcpu_fd::VcpuFd;
 use crate::pmu::overflow_signal;
@@ -157,7 +157,7 @@ const MAX_EXITS_WHILE_HELD: u32 = 32;
 /// The mode is therefore used only while a substantial share of the exits is due to overflow
 /// signals, as on a sampled vCPU.
 #[derive(Debug)]
-pub struct OverflowSignals {
+pub struct OverflowSignalDelivery {
     held: bool,
     /// `true` if the delivery mode must not be switched any more, because a switch has failed.
     stays: bool,
@@ -165,7 +165,7 @@ pub struct OverflowSignals {
     exits: u32,
 }
 
-impl Default for OverflowSignals {
+impl Default for OverflowSignalDelivery {
     fn default() -> Self {
         Self {
             held: false,
@@ -175,7 +175,7 @@ impl Default for OverflowSignals {
     }
 }
 
-impl OverflowSignals {
+impl OverflowSignalDelivery {
     /// Records that KVM_RUN has returned. `by_signal` states whether a signal ended the call. If
     /// the signal was the overflow signal, [`take_overflow`] then returns `true`. Makes at most one
     /// system call.

@@ -41,8 +41,8 @@ use std::time::{Duration, Instant};
 
 use vpmu::PmiReadiness;
 
-use crate::pmu::guest_view::VcpuPmuView;
-use control::{RunState, VmStopReason};
+use crate::pmu::guest_view::VcpuPmuStatus;
+use control::{VmRunState, VmStopReason};
 use factory::VcpuFactory;
 use failure::{RestartError, VcpuFailure, VcpuStartError};
 use pmi::PmiDelivery;
@@ -192,9 +192,9 @@ impl Running {
             return Ok(LoopAction::Leave);
         }
         match self.control.state() {
-            RunState::Running => {}
-            RunState::Held if self.may_run() => {}
-            RunState::Paused | RunState::Held => {
+            VmRunState::Running => {}
+            VmRunState::Held if self.may_run() => {}
+            VmRunState::Paused | VmRunState::Held => {
                 if self.are_registers_requested() && self.has_open_exit() {
                     return self.complete_open_exit();
                 }
@@ -207,8 +207,8 @@ impl Running {
                 self.pause()?;
                 return Ok(LoopAction::Repeat);
             }
-            RunState::Stopped => return Ok(LoopAction::Leave),
-            RunState::Resetting => return Ok(LoopAction::Reset),
+            VmRunState::Stopped => return Ok(LoopAction::Leave),
+            VmRunState::Resetting => return Ok(LoopAction::Reset),
         }
         if self.before_entry(timer)? == EntryAction::Repeat {
             return Ok(LoopAction::Repeat);
@@ -237,9 +237,9 @@ impl Running {
         loop {
             match self.control.state() {
                 _ if self.slot.is_stop_requested() => return Ok(()),
-                RunState::Held if self.may_run() => break,
-                RunState::Paused | RunState::Held => {}
-                RunState::Running | RunState::Stopped | RunState::Resetting => break,
+                VmRunState::Held if self.may_run() => break,
+                VmRunState::Paused | VmRunState::Held => {}
+                VmRunState::Running | VmRunState::Stopped | VmRunState::Resetting => break,
             }
             if self.save_phase == SavePhase::Settling {
                 return Ok(());
@@ -255,7 +255,7 @@ impl Running {
                 slot.request_queue().has_requests()
                     || slot.is_stop_requested()
                     || self.are_registers_requested()
-                    || control.state() == RunState::Held && self.may_run()
+                    || control.state() == VmRunState::Held && self.may_run()
             });
             if self.slot.request_queue().has_requests() {
                 self.handle_requests();
@@ -306,7 +306,7 @@ impl Running {
         if let Some(generation) = mail.view {
             let (uncounted_ns, places_lost) = pmu.uncounted().unzip();
             let stats = self.slot.stats();
-            let view = VcpuPmuView {
+            let view = VcpuPmuStatus {
                 vcpu: self.id.into(),
                 uncounted_ns,
                 places_lost,
@@ -484,7 +484,9 @@ mod tests {
     use perf_core::pmu::sim::SimPmu;
     use perf_core::record::{DecodedRecord, RecordFormat};
     use perf_core::ring::RingReader;
-    use perf_core::{Attr, EventHandle, EventType, OpenFlags, OpenTarget, SampleType, Session, SessionRole};
+    use perf_core::{
+        Attr, EventHandle, EventOpenTarget, EventType, OpenFlags, SampleType, Session, SessionRole,
+    };
 
     use crate::testing;
     use crate::vm::RunningVm;
@@ -518,7 +520,7 @@ mod tests {
             let pmu = Arc::new(SimPmu::with_slots(1));
             core.register(pmu.clone());
             let session = core.session(0, SessionRole::Admin);
-            let target = OpenTarget::Vcpu(VcpuId(0));
+            let target = EventOpenTarget::Vcpu(VcpuId(0));
             let event = core
                 .open(&session, sampling(), target, None, OpenFlags::default())
                 .unwrap();

@@ -15,10 +15,10 @@
 use std::time::{Duration, Instant};
 
 use kvm_bindings::{Msrs, kvm_lapic_state, kvm_msi, kvm_msr_entry};
-use snapshot::state::SavedPmi;
+use snapshot::state::SavedInServicePmi;
 
-use crate::kvm::armed_vcpu::ArmedVcpu;
 use crate::kvm::call::KvmIoctlError;
+use crate::kvm::kickable_vcpu::KickableVcpu;
 use crate::kvm::vcpu_fd::VcpuFd;
 use crate::kvm::vm_fd::VmFd;
 
@@ -145,20 +145,20 @@ impl Lvtpc {
     }
 
     /// Returns the PMI that the guest is still handling, if any, for a snapshot.
-    pub(super) fn handled(&self) -> SavedPmi {
+    pub(super) fn handled(&self) -> SavedInServicePmi {
         match self.handled {
-            None => SavedPmi::None,
-            Some(PmiInService::Nmi) => SavedPmi::Nmi,
-            Some(PmiInService::Vector(vector)) => SavedPmi::Vector(vector),
+            None => SavedInServicePmi::None,
+            Some(PmiInService::Nmi) => SavedInServicePmi::Nmi,
+            Some(PmiInService::Vector(vector)) => SavedInServicePmi::Vector(vector),
         }
     }
 
     /// Sets the PMI that the guest is still handling, from a snapshot.
-    pub(super) fn restore_handled(&mut self, saved: SavedPmi) {
+    pub(super) fn restore_handled(&mut self, saved: SavedInServicePmi) {
         self.handled = match saved {
-            SavedPmi::None => None,
-            SavedPmi::Nmi => Some(PmiInService::Nmi),
-            SavedPmi::Vector(vector) => Some(PmiInService::Vector(vector)),
+            SavedInServicePmi::None => None,
+            SavedInServicePmi::Nmi => Some(PmiInService::Nmi),
+            SavedInServicePmi::Vector(vector) => Some(PmiInService::Vector(vector)),
         };
     }
 
@@ -168,7 +168,7 @@ impl Lvtpc {
     ///
     /// # Errors
     /// Returns [`PmiError`] if a KVM call fails.
-    pub fn look(&mut self, vcpu: &mut ArmedVcpu) -> Result<Option<UnmaskedLvtpc>, PmiError> {
+    pub fn look(&mut self, vcpu: &mut KickableVcpu) -> Result<Option<UnmaskedLvtpc>, PmiError> {
         let apic_base = vcpu.apic_base();
         if apic_base & APIC_BASE_EN == 0 {
             // Without an enabled local APIC there is no LVTPC (SDM vol. 3 §11.4.3).
@@ -208,7 +208,7 @@ impl Lvtpc {
     ///
     /// # Errors
     /// Returns [`PmiError`] if the KVM call fails.
-    pub fn is_in_service(&self, vcpu: &ArmedVcpu) -> Result<bool, PmiError> {
+    pub fn is_in_service(&self, vcpu: &KickableVcpu) -> Result<bool, PmiError> {
         match self.delivered {
             None => Ok(false),
             Some(PmiInService::Nmi) => nmi_is_handled(vcpu),
@@ -394,7 +394,7 @@ mod tests {
     fn pmi_after_nmi_takes_one_call_per_entry() {
         let kvm = crate::kvm::host::open().unwrap();
         let vm = VmFd::new(&kvm).unwrap();
-        let mut vcpu = ArmedVcpu::new(vm.create_vcpu(0).unwrap());
+        let mut vcpu = KickableVcpu::new(vm.create_vcpu(0).unwrap());
         vcpu.set_apic_base(u64::from(MSI_ADDRESS) | APIC_BASE_EN);
         let mut lvtpc = Lvtpc::new(0, true).unwrap();
         lvtpc.handled = Some(PmiInService::Nmi);

@@ -3,9 +3,9 @@
 
 use kvm_bindings::{kvm_regs, kvm_vcpu_events__bindgen_ty_3 as NmiState};
 
-use crate::kvm::armed_vcpu::ArmedVcpu;
-use crate::kvm::armed_vcpu::SyncReg;
 use crate::kvm::call::KvmIoctlError;
+use crate::kvm::kickable_vcpu::KickableVcpu;
+use crate::kvm::kickable_vcpu::SyncReg;
 use crate::pmu::ExitRegisters;
 
 /// Sets of registers that KVM copies to user space at each exit.
@@ -38,7 +38,7 @@ impl RegisterCache {
     /// Creates the cache for a vCPU whose thread has just started, and resets what an earlier
     /// thread has selected. If `general` is set, KVM copies the general-purpose registers at each
     /// exit.
-    pub(super) fn new(fd: &mut ArmedVcpu, general: bool) -> Self {
+    pub(super) fn new(fd: &mut KickableVcpu, general: bool) -> Self {
         fd.sync_at_exit(SyncReg::SystemRegister, false);
         fd.sync_at_exit(SyncReg::VcpuEvents, false);
         if general {
@@ -56,7 +56,7 @@ impl RegisterCache {
 
     /// Makes KVM copy no registers at exits. Must not be called before KVM has completed the last
     /// exit.
-    pub(super) fn stop_sync(&mut self, fd: &mut ArmedVcpu) {
+    pub(super) fn stop_sync(&mut self, fd: &mut KickableVcpu) {
         *self = Self::new(fd, false);
         fd.sync_at_exit(SyncReg::Register, false);
     }
@@ -78,7 +78,7 @@ impl RegisterCache {
     }
 
     /// Returns the valid registers of the cache, for a sample.
-    pub(super) fn synced(&self, fd: &mut ArmedVcpu) -> ExitRegisters {
+    pub(super) fn synced(&self, fd: &mut KickableVcpu) -> ExitRegisters {
         let mut synced = ExitRegisters::default();
         if self.fresh != RegisterSet::Nothing {
             synced.set_general(&fd.sync_regs_mut().regs);
@@ -100,7 +100,7 @@ impl RegisterCache {
     /// Selects whether KVM also copies the segment and control registers at each exit. Has no
     /// effect if KVM copies no registers.
     #[inline]
-    pub(super) fn set_system_sync(&mut self, fd: &mut ArmedVcpu, wanted: bool) {
+    pub(super) fn set_system_sync(&mut self, fd: &mut KickableVcpu, wanted: bool) {
         match (self.comes, wanted) {
             (RegisterSet::General, true) => {
                 self.comes = RegisterSet::All;
@@ -117,7 +117,7 @@ impl RegisterCache {
     /// Selects whether KVM also copies the pending events, with the state of NMIs, at each exit.
     /// Has no effect if KVM copies no registers.
     #[inline]
-    pub(super) fn set_nmi_sync(&mut self, fd: &mut ArmedVcpu, wanted: bool) {
+    pub(super) fn set_nmi_sync(&mut self, fd: &mut KickableVcpu, wanted: bool) {
         let wanted = wanted && self.comes != RegisterSet::Nothing;
         if self.events_come != wanted {
             self.events_come = wanted;
@@ -129,7 +129,7 @@ impl RegisterCache {
     ///
     /// # Errors
     /// Returns an error if the KVM call fails.
-    pub(super) fn nmi_state(&self, fd: &mut ArmedVcpu) -> Result<NmiState, KvmIoctlError> {
+    pub(super) fn nmi_state(&self, fd: &mut KickableVcpu) -> Result<NmiState, KvmIoctlError> {
         if self.events_fresh {
             return Ok(fd.sync_regs_mut().events.nmi);
         }
@@ -140,7 +140,7 @@ impl RegisterCache {
     ///
     /// # Errors
     /// Returns an error if the KVM call fails.
-    pub(super) fn general(&self, fd: &mut ArmedVcpu) -> Result<kvm_regs, KvmIoctlError> {
+    pub(super) fn general(&self, fd: &mut KickableVcpu) -> Result<kvm_regs, KvmIoctlError> {
         match self.fresh {
             RegisterSet::Nothing => fd.get_regs(),
             RegisterSet::General | RegisterSet::All => Ok(fd.sync_regs_mut().regs),
@@ -152,7 +152,7 @@ impl RegisterCache {
     ///
     /// # Errors
     /// Returns an error if the KVM call fails.
-    pub(super) fn set_general(&self, fd: &mut ArmedVcpu, regs: &kvm_regs) -> Result<(), KvmIoctlError> {
+    pub(super) fn set_general(&self, fd: &mut KickableVcpu, regs: &kvm_regs) -> Result<(), KvmIoctlError> {
         match self.comes {
             RegisterSet::Nothing => fd.set_regs(regs),
             RegisterSet::General | RegisterSet::All => {
@@ -165,7 +165,7 @@ impl RegisterCache {
 
     /// Discards the registers of a [`RegisterCache::set_general`], if no KVM_RUN has loaded them
     /// yet.
-    pub(super) fn cancel_set_general(&self, fd: &mut ArmedVcpu) {
+    pub(super) fn cancel_set_general(&self, fd: &mut KickableVcpu) {
         fd.sync_at_entry(SyncReg::Register, false);
     }
 }
@@ -183,7 +183,7 @@ mod tests {
             return;
         };
         let vm = crate::kvm::vm_fd::VmFd::new(&kvm).unwrap();
-        let mut fd = ArmedVcpu::new(vm.create_vcpu(0).unwrap());
+        let mut fd = KickableVcpu::new(vm.create_vcpu(0).unwrap());
         let mut nothing = RegisterCache::new(&mut fd, false);
         nothing.after_run(true);
         nothing.set_system_sync(&mut fd, true);

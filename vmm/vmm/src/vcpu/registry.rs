@@ -21,7 +21,7 @@ use diagnostics::vcpu_names;
 use perf_core::guest_log;
 use snapshot::state::SavedVcpuPmu;
 
-use super::control::{RunControl, RunState};
+use super::control::{VmRunControl, VmRunState};
 use super::factory::VcpuFactory;
 use super::failure::{VcpuError, VcpuStartError};
 use super::kicker::Kicker;
@@ -97,7 +97,7 @@ pub struct VcpuRegistry {
     /// Factory that creates vCPUs. A reset of the machine replaces it.
     makers: Arc<ArcSwap<VcpuFactory>>,
     kicker: Kicker,
-    control: Arc<RunControl>,
+    control: Arc<VmRunControl>,
     /// vCPUs that a reset has added and that [`VcpuRegistry::take_restarted`] has not returned yet.
     restarted: Mutex<VcpuSet>,
     /// CPU hot-plug device; `None` if the number of vCPUs is fixed.
@@ -111,7 +111,7 @@ impl VcpuRegistry {
     pub fn new(
         vcpus: Vec<KvmVcpu>,
         factory: VcpuFactory,
-        control: Arc<RunControl>,
+        control: Arc<VmRunControl>,
         plug: Option<Arc<CpuHotplugDevice>>,
     ) -> Self {
         let slot = |vcpu: KvmVcpu| Arc::new(VcpuSlot::new(vcpu));
@@ -247,11 +247,11 @@ impl VcpuRegistry {
             _ => return Err(VcpuRegistryError::OutOfRange { asked: count, max }),
         };
         match self.control.state() {
-            RunState::Running => {}
-            RunState::Paused => return Err(VcpuRegistryError::NotRunning("paused")),
-            RunState::Held => return Err(VcpuRegistryError::NotRunning("stopped by a debugger")),
-            RunState::Stopped => return Err(VcpuRegistryError::NotRunning("ending")),
-            RunState::Resetting => return Err(VcpuRegistryError::NotRunning("starting again")),
+            VmRunState::Running => {}
+            VmRunState::Paused => return Err(VcpuRegistryError::NotRunning("paused")),
+            VmRunState::Held => return Err(VcpuRegistryError::NotRunning("stopped by a debugger")),
+            VmRunState::Stopped => return Err(VcpuRegistryError::NotRunning("ending")),
+            VmRunState::Resetting => return Err(VcpuRegistryError::NotRunning("starting again")),
         }
         let leaving = set(self
             .taken()
@@ -324,7 +324,7 @@ impl VcpuRegistry {
         vcpus: u8,
         machine: impl FnOnce() -> Result<VcpuFactory, E>,
     ) -> Result<(), E> {
-        if self.control.state() != RunState::Resetting || self.control.is_restoring() {
+        if self.control.state() != VmRunState::Resetting || self.control.is_restoring() {
             return Ok(());
         }
         let arrived = self.control.arrived();

@@ -8,7 +8,7 @@ use vpmu::EventFilter;
 
 use super::saved::SaveVcpuError;
 use crate::kvm::saved_vcpu::VcpuStateLayout;
-use crate::pmu::guest_view::VcpuPmuView;
+use crate::pmu::guest_view::VcpuPmuStatus;
 
 /// Requests that a vCPU thread has not handled yet.
 #[derive(Debug, Default)]
@@ -34,7 +34,7 @@ struct Inner {
     /// Generation number of the last request for a view of the guest's counters.
     asked: Option<u64>,
     /// View of the guest's counters that the vCPU has stored last, and its generation number.
-    seen: Option<(u64, VcpuPmuView)>,
+    seen: Option<(u64, VcpuPmuStatus)>,
     /// `true` if the vCPU has completed its last exit since the last request to do so.
     settled: bool,
     /// Response to the last request for the state of the vCPU: the state or an error; `None` before
@@ -66,7 +66,7 @@ impl VcpuRequestQueue {
 
     /// Stores the view of the guest's counters with generation number `generation`. Called on the
     /// vCPU thread.
-    pub fn answer(&self, generation: u64, view: VcpuPmuView) {
+    pub fn answer(&self, generation: u64, view: VcpuPmuStatus) {
         self.lock().seen = Some((generation, view));
     }
 
@@ -140,7 +140,7 @@ impl VcpuRequestQueue {
     }
 
     /// Returns the stored view of the guest's counters, or `None` if it is older than `generation`.
-    pub fn view(&self, generation: u64) -> Option<VcpuPmuView> {
+    pub fn view(&self, generation: u64) -> Option<VcpuPmuStatus> {
         let inner = self.lock();
         let (seen, view) = inner.seen.as_ref()?;
         (*seen >= generation).then(|| view.clone())
@@ -167,7 +167,7 @@ mod tests {
         assert_eq!(request_queue.take().view, Some(2));
         assert!(!request_queue.has_requests());
         assert_eq!(request_queue.view(1), None);
-        let view = VcpuPmuView {
+        let view = VcpuPmuStatus {
             vcpu: 0,
             pmis: Some(0),
             uncounted_ns: Some(0),

@@ -1,9 +1,9 @@
 //! Brings the vCPU threads to a common point while the machine is reset.
 
-use super::control::{RunControl, RunState};
+use super::control::{VmRunControl, VmRunState};
 use crate::devices::cpu_plug::VcpuSet;
 
-impl RunControl {
+impl VmRunControl {
     /// Blocks a vCPU thread outside the guest until the machine is reset. Returns early if
     /// `has_requests` returns `true`.
     pub(super) fn wait_for_restart(&self, vcpu: u8, has_requests: impl Fn() -> bool) -> ResetWait {
@@ -14,7 +14,7 @@ impl RunControl {
             self.signal_reset();
         }
         loop {
-            if self.state() != RunState::Resetting {
+            if self.state() != VmRunState::Resetting {
                 ends.reset_barrier.arrived = ends.reset_barrier.arrived.without(me);
                 return ResetWait::Over;
             }
@@ -39,7 +39,7 @@ impl RunControl {
         // Taking the lock ensures that a reset that begins later observes that the thread has
         // ended.
         let ends = self.lock();
-        let resetting = self.state() == RunState::Resetting;
+        let resetting = self.state() == VmRunState::Resetting;
         drop(ends);
         if resetting {
             self.signal_reset();
@@ -76,20 +76,20 @@ impl RunControl {
         ends.reset_barrier.arrived = ends.reset_barrier.arrived.without(me);
         if ends.reset_barrier.missing.is_empty() {
             ends.reset_barrier.ready = false;
-            if self.state() == RunState::Resetting {
+            if self.state() == VmRunState::Resetting {
                 self.apply_requested_state(&ends);
             }
             drop(ends);
             self.wake_waiters();
             return;
         }
-        while ends.reset_barrier.missing != VcpuSet::default() && self.state() == RunState::Resetting {
+        while ends.reset_barrier.missing != VcpuSet::default() && self.state() == VmRunState::Resetting {
             ends = self.wait(ends);
         }
     }
 }
 
-/// Reason why [`RunControl::wait_for_restart`] has returned.
+/// Reason why [`VmRunControl::wait_for_restart`] has returned.
 #[derive(Debug)]
 pub(super) enum ResetWait {
     /// The machine was reset, so the vCPU must be rebuilt.

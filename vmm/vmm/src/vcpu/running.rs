@@ -11,7 +11,7 @@ use kvm_bindings::kvm_debug_exit_arch;
 use vm_memory::GuestMemoryMmap;
 
 use super::burst::Bursts;
-use super::control::{RunControl, VmStopReason};
+use super::control::{VmRunControl, VmStopReason};
 use super::debugctl::DebugControl;
 use super::exit_times::ExitClock;
 use super::factory::StepperConfig;
@@ -26,7 +26,7 @@ use super::slot::VcpuSlot;
 use super::step::Stepper;
 use super::step::debug::GuestDebug;
 use crate::devices::DeviceBus;
-use crate::kvm::armed_vcpu::ArmedVcpu;
+use crate::kvm::kickable_vcpu::KickableVcpu;
 use crate::kvm::vcpu_fd::VcpuFd;
 use crate::kvm::vm_fd::VmFd;
 use crate::pmu::VcpuPmu;
@@ -114,7 +114,7 @@ pub struct Vcpu {
     pub(super) pmu: Option<VcpuPmu>,
     pub(super) lvtpc: Lvtpc,
     pub(super) slot: Arc<VcpuSlot>,
-    pub(super) control: Arc<RunControl>,
+    pub(super) control: Arc<VmRunControl>,
     pub(super) debug: GuestDebug,
     pub(super) debug_control: Option<DebugControl>,
     pub(super) rdpmc: Option<RdpmcEmulator>,
@@ -139,7 +139,7 @@ impl Vcpu {
         bus: Arc<DeviceBus>,
         pmu: Option<VcpuPmu>,
         slot: Arc<VcpuSlot>,
-        control: Arc<RunControl>,
+        control: Arc<VmRunControl>,
     ) -> Self {
         let (fd, kept) = kvm.into_parts();
         Self {
@@ -208,7 +208,7 @@ impl Vcpu {
 /// A vCPU on the thread that runs it, with the state of its run loop.
 pub(super) struct Running {
     pub(super) id: u8,
-    pub(super) fd: ArmedVcpu,
+    pub(super) fd: KickableVcpu,
     pub(super) kept: KvmVcpuParts,
     pub(super) vm: Arc<VmFd>,
     pub(super) bus: Arc<DeviceBus>,
@@ -220,7 +220,7 @@ pub(super) struct Running {
     pub(super) pmi_waits: bool,
     /// Slot of the vCPU, with its requests and statistics.
     pub(super) slot: Arc<VcpuSlot>,
-    pub(super) control: Arc<RunControl>,
+    pub(super) control: Arc<VmRunControl>,
     pub(super) debug: GuestDebug,
     /// IA32_DEBUGCTL without the bits of the PMU; `None` if the register is not trapped.
     pub(super) debug_control: Option<DebugControl>,
@@ -244,7 +244,7 @@ pub(super) struct Running {
     pub(super) exit_is_open: bool,
     /// Version of the debugger's hardware breakpoints that `debug` has.
     pub(super) debugger_version: u64,
-    pub(super) overflow_signals: kick::OverflowSignals,
+    pub(super) overflow_signals: kick::OverflowSignalDelivery,
     /// Timer for the exit in progress, if exits are watched.
     pub(super) exit_clock: ExitClock,
     /// Function to call directly before the first KVM_RUN.
@@ -254,7 +254,7 @@ pub(super) struct Running {
 impl Running {
     /// Takes over `vcpu` on the current thread, which will run it.
     pub(super) fn new(vcpu: Vcpu) -> Self {
-        let mut fd = ArmedVcpu::new(vcpu.fd);
+        let mut fd = KickableVcpu::new(vcpu.fd);
         // The stepper reads and writes registers between two entries. Synchronized registers would
         // override its changes.
         let syncs = vcpu.pmu.is_some() && vcpu.stepper.is_none() && vcpu.vm.syncs_registers();
@@ -284,7 +284,7 @@ impl Running {
             completed: ExitCompletion::None,
             exit_is_open: false,
             debugger_version: 0,
-            overflow_signals: kick::OverflowSignals::default(),
+            overflow_signals: kick::OverflowSignalDelivery::default(),
             exit_clock,
             on_first_entry: vcpu.on_first_entry,
         }

@@ -14,7 +14,7 @@ use snapshot::Base64Bytes;
 use snapshot::state::{SavedVcpu, SavedVcpuPmu};
 use vpmu::VpmuStateError;
 
-use super::control::RunState;
+use super::control::VmRunState;
 use super::debugctl::DebugControl;
 use super::failure::VcpuFailure;
 use super::rdpmc::{LastRdpmc, PendingNmi};
@@ -117,7 +117,7 @@ impl Running {
     }
 
     fn save(&mut self, layout: &VcpuStateLayout) -> Result<SavedVcpu, SaveVcpuError> {
-        if self.save_phase != SavePhase::Settled || self.control.state() != RunState::Paused {
+        if self.save_phase != SavePhase::Settled || self.control.state() != VmRunState::Paused {
             return Err(SaveVcpuError::NotPaused(self.id));
         }
         let mut saved = layout

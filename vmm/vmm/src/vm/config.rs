@@ -4,7 +4,7 @@ use std::path::PathBuf;
 use std::str::FromStr;
 use std::sync::Arc;
 
-use vpmu::{ArchEventSet, BackingPolicy};
+use vpmu::{ArchEventSet, CounterBackingPolicy};
 
 use crate::boot::{BootProtocol, KernelSource};
 use crate::kvm::signature::CpuSignature;
@@ -133,12 +133,14 @@ impl FromStr for HaltPolling {
 impl HaltPolling {
     /// Returns the maximum polling time to set in KVM, in nanoseconds, or `None` to keep KVM's
     /// default.
-    pub(super) fn limit_ns(self, policy: BackingPolicy) -> Option<u32> {
+    pub(super) fn limit_ns(self, policy: CounterBackingPolicy) -> Option<u32> {
         match self {
             Self::AtMost(ns) => Some(ns),
             Self::Host => None,
             // KVM's polling is host execution, which the host's PMU does not count for the guest.
-            Self::Auto if matches!(policy, BackingPolicy::Hardware | BackingPolicy::Kvm) => None,
+            Self::Auto if matches!(policy, CounterBackingPolicy::Hardware | CounterBackingPolicy::Kvm) => {
+                None
+            }
             Self::Auto => Some(0),
         }
     }
@@ -160,13 +162,13 @@ mod tests {
     #[test]
     fn halt_polling_is_off_with_clock_backing() {
         for (text, policy, told) in [
-            ("auto", BackingPolicy::Auto, Some(0)),
-            ("auto", BackingPolicy::Clock, Some(0)),
-            ("auto", BackingPolicy::Hardware, None),
-            ("auto", BackingPolicy::Kvm, None),
-            ("host", BackingPolicy::Clock, None),
-            ("0", BackingPolicy::Hardware, Some(0)),
-            ("200000", BackingPolicy::Auto, Some(200_000)),
+            ("auto", CounterBackingPolicy::Auto, Some(0)),
+            ("auto", CounterBackingPolicy::Clock, Some(0)),
+            ("auto", CounterBackingPolicy::Hardware, None),
+            ("auto", CounterBackingPolicy::Kvm, None),
+            ("host", CounterBackingPolicy::Clock, None),
+            ("0", CounterBackingPolicy::Hardware, Some(0)),
+            ("200000", CounterBackingPolicy::Auto, Some(200_000)),
         ] {
             let polling: HaltPolling = text.parse().unwrap();
             assert_eq!(polling.limit_ns(policy), told, "{text} {policy:?}");

@@ -2,7 +2,7 @@
 
 use std::io;
 
-use virtio_devices::transport::bus::BusError;
+use virtio_devices::transport::bus::VirtioBusError;
 
 use super::restore::RestoreError;
 use crate::boot::BootError;
@@ -72,7 +72,7 @@ pub enum VmError {
     OtherKernel,
     /// The PCI bus cannot be created for the devices.
     #[error(transparent)]
-    Pci(#[from] BusError),
+    Pci(#[from] VirtioBusError),
     /// vCPUs cannot be pinned as configured.
     #[error(transparent)]
     Pin(#[from] VcpuPinningError),

@@ -17,16 +17,17 @@ use std::sync::Arc;
 
 use snapshot::encode;
 use snapshot::memory::CHUNK_BYTES;
-use snapshot::state::{SavedDevice, SavedKernel, SavedMachine, SavedMemory, SavedVcpu};
+use snapshot::state::{SavedDevice, SavedGuestKernel, SavedMachine, SavedMemoryFile, SavedVcpu};
 use vm_memory::Bytes as _;
 
 use super::save::{SnapshotError, VmSnapshotInputs, saved_filter};
 use crate::memory::dirty::{DirtyPages, PAGE_BYTES};
 
-/// Size in bytes of the read memory at which a [`DirtyPiece`] is complete. The last chunk may
+/// Size in bytes of the read memory at which a [`DirtyMemoryChunk`] is complete. The last chunk may
 /// exceed the size.
 const PIECE_BYTES: u64 = 2 << 20;
-/// Number of ranges at which a [`DirtyPiece`] is complete. The last chunk may exceed the number.
+/// Number of ranges at which a [`DirtyMemoryChunk`] is complete. The last chunk may exceed the
+/// number.
 const MAX_RANGES: usize = 1024;
 /// Maximum number of chunks that one [`OutgoingMigration::read_memory`] examines. Each call delays
 /// the main loop.
@@ -39,7 +40,7 @@ static ZERO_PAGE: [u8; 4096] = [0; 4096];
 
 /// Memory that was written, as returned by one call of [`OutgoingMigration::read_memory`].
 #[derive(Debug, Default)]
-pub struct DirtyPiece {
+pub struct DirtyMemoryChunk {
     /// Ranges of RAM whose contents are in `data`: offset in RAM and length, in bytes.
     pub pages: Vec<(u64, u64)>,
     /// Ranges of RAM that consist of zeros now and may have had other contents before: offset in
@@ -102,9 +103,9 @@ impl OutgoingMigration {
             options: self.options.clone(),
             shape: source.shape.clone(),
             filter: saved_filter(&source.pmu.filter()),
-            kernel: SavedKernel {
+            kernel: SavedGuestKernel {
                 format: source.kernel.0.to_owned(),
-                ..SavedKernel::default()
+                ..SavedGuestKernel::default()
             },
             vcpus: cpuid
                 .map(|(id, cpuid)| SavedVcpu {
@@ -122,7 +123,7 @@ impl OutgoingMigration {
                     ..SavedDevice::default()
                 })
                 .collect(),
-            memory: SavedMemory {
+            memory: SavedMemoryFile {
                 bytes: source.ram.size_bytes(),
                 crcs: Vec::new(),
                 base: None,
@@ -144,7 +145,7 @@ impl OutgoingMigration {
     /// # Errors
     /// Returns [`SnapshotError::Order`] unless `offset` is 0 or the end of the preceding piece, and
     /// [`SnapshotError::Memory`] if memory cannot be read.
-    pub fn read_memory(&mut self, offset: u64, is_paused: bool) -> Result<DirtyPiece, SnapshotError> {
+    pub fn read_memory(&mut self, offset: u64, is_paused: bool) -> Result<DirtyMemoryChunk, SnapshotError> {
         let bytes = self.memory_bytes();
         if offset >= bytes || offset != 0 && offset != self.next {
             return Err(SnapshotError::Order);
@@ -152,7 +153,7 @@ impl OutgoingMigration {
         if offset == 0 {
             self.is_last_round = is_paused;
         }
-        let mut piece = DirtyPiece::default();
+        let mut piece = DirtyMemoryChunk::default();
         let (mut at, mut read) = (offset, 0);
         for _ in 0..MAX_CHUNKS {
             if at >= bytes || piece.is_full() || read >= MAX_READ_BYTES {
@@ -168,7 +169,7 @@ impl OutgoingMigration {
 
     /// Adds the dirty pages of the chunk at `offset` to `piece`. Returns the number of bytes that
     /// were read.
-    fn read_chunk(&mut self, offset: u64, piece: &mut DirtyPiece) -> Result<u64, SnapshotError> {
+    fn read_chunk(&mut self, offset: u64, piece: &mut DirtyMemoryChunk) -> Result<u64, SnapshotError> {
         let dirty = self.dirty.take(offset)?;
         let ram = &self.source.ram;
         let mut read = if self.dirty.reads_all() { CHUNK_BYTES } else { 0 };
@@ -192,7 +193,7 @@ impl OutgoingMigration {
     }
 }
 
-impl DirtyPiece {
+impl DirtyMemoryChunk {
     fn is_full(&self) -> bool {
         self.data.len() as u64 >= PIECE_BYTES || self.pages.len() + self.zeros.len() >= MAX_RANGES
     }

@@ -8,23 +8,23 @@ use guest_patching::hwbp::{self, HardwareBreakpointError};
 use guest_patching::rdpmc::RdpmcMode;
 use guest_patching::running::RunningKernelPatcher;
 use guest_patching::sites::RdpmcSites;
-use guest_patching::uncounted::UncountableEvents;
+use guest_patching::uncounted::UncountableEventSet;
 use kvm_bindings::CpuId;
 use perf_core::branch::BranchFilter;
 use perf_core::error_line;
-use perf_core::pmu::host::HostProbe;
-use snapshot::state::MachineShape;
+use perf_core::pmu::host::HostPerfCapabilities;
+use snapshot::state::SavedMachineProperties;
 use virtio_devices::device::{DeviceFailureCallback, VirtioDevice};
 use virtio_devices::transport::bus::PciBus;
 use virtio_devices::transport::machine::PciBackend;
 use vm_memory::{Bytes, GuestAddress};
-use vpmu::{BackingPolicy, HostPmuProperties, PmuGeneration, PmuModel};
+use vpmu::{CounterBackingPolicy, HostPmuProperties, PmuGeneration, PmuModel};
 
 use super::config::VmConfig;
 use super::error::VmError;
 use super::pending_setup::BackgroundKvmSetup;
 use super::restore::is_same_tsc;
-use crate::boot::{self, BootError, BootRequest, KernelFormat, LoadedGuest, layout};
+use crate::boot::{self, BootError, GuestLoadParams, KernelFormat, LoadedGuest, layout};
 use crate::devices::{DeviceBus, ports};
 use crate::kvm::call::KvmIoctlError;
 use crate::kvm::cpuid::{self, GuestCpuidConfig};
@@ -42,7 +42,7 @@ use crate::kvm::vpmu_probe::{self, KvmPmuCapabilities};
 use crate::memory::GuestRam;
 use crate::pmu::countable::CountableKernelEvents;
 use crate::pmu::{GuestSamplingContext, KvmVpmu, PmuConfig, VmPmu};
-use crate::vcpu::control::{ResetPolicy, RunControl, VmStopReason};
+use crate::vcpu::control::{ResetPolicy, VmRunControl, VmStopReason};
 use crate::vcpu::debugger::Debugger;
 use crate::vcpu::factory::{RdpmcConfig, StepperConfig, VcpuFactory};
 use crate::vcpu::kvm_vcpu::KvmVcpu;
@@ -98,7 +98,7 @@ impl<'a> VmPlan<'a> {
             has_pmu,
             traps,
             replaces: traps && matches!(config.rdpmc, RdpmcMode::Auto | RdpmcMode::Trap),
-            stepped: has_pmu && config.pmu.policy == BackingPolicy::Exact,
+            stepped: has_pmu && config.pmu.policy == CounterBackingPolicy::Exact,
         }
     }
 
@@ -116,8 +116,8 @@ impl<'a> VmPlan<'a> {
         ram: &GuestRam,
         bus: &Arc<DeviceBus>,
         pmu: &Arc<VmPmu>,
-        control: &Arc<RunControl>,
-        uncounted: &Arc<UncountableEvents>,
+        control: &Arc<VmRunControl>,
+        uncounted: &Arc<UncountableEventSet>,
     ) -> Result<VcpuFactory, VmError> {
         let breakpoints = self.breakpoints(loaded)?;
         let gate = gate && breakpoints.len() < BREAKPOINTS;
@@ -148,8 +148,8 @@ impl<'a> VmPlan<'a> {
     }
 
     /// Creates the run control of the VM, with debugger support if configured.
-    pub(super) fn make_control(&self, kvm: &Kvm) -> io::Result<RunControl> {
-        let control = RunControl::new(self.config.on_reset)?;
+    pub(super) fn make_control(&self, kvm: &Kvm) -> io::Result<VmRunControl> {
+        let control = VmRunControl::new(self.config.on_reset)?;
         let Some(wanted) = self.config.debugger else {
             return Ok(control);
         };
@@ -164,8 +164,8 @@ impl<'a> VmPlan<'a> {
         Ok(control)
     }
 
-    pub(super) fn boot_request(&self, pci: bool) -> BootRequest<'a> {
-        BootRequest {
+    pub(super) fn boot_request(&self, pci: bool) -> GuestLoadParams<'a> {
+        GuestLoadParams {
             kernel: &self.config.kernel,
             protocol: self.config.boot_protocol,
             initrd: self.config.initrd.as_deref(),
@@ -202,7 +202,12 @@ impl<'a> VmPlan<'a> {
     }
 
     /// Hides events that cannot be counted in the event tables of a loaded Linux kernel.
-    pub(super) fn hide_uncounted(&self, uncounted: &UncountableEvents, loaded: &LoadedGuest, ram: &GuestRam) {
+    pub(super) fn hide_uncounted(
+        &self,
+        uncounted: &UncountableEventSet,
+        loaded: &LoadedGuest,
+        ram: &GuestRam,
+    ) {
         if self.has_pmu && needs_full_kvm(&loaded.kind) {
             uncounted.tell(&uncounted.hide(ram.memory(), &loaded.event_tables));
             uncounted.hide_topdown(ram.memory(), &loaded.topdown);
@@ -237,8 +242,8 @@ impl<'a> VmPlan<'a> {
     }
 
     /// Returns the properties of this machine that a machine must have to restore its snapshots.
-    pub(super) fn shape(&self, model: PmuModel, gate: bool, vcpus: &[KvmVcpu]) -> MachineShape {
-        MachineShape {
+    pub(super) fn shape(&self, model: PmuModel, gate: bool, vcpus: &[KvmVcpu]) -> SavedMachineProperties {
+        SavedMachineProperties {
             vcpus_at_start: self.config.cpus.present(),
             max_vcpus: self.config.cpus.max(),
             pmu: model.to_string(),
@@ -279,7 +284,7 @@ impl<'a> VmPlan<'a> {
         &self,
         kvm: &Kvm,
         model: PmuModel,
-        probe: &HostProbe,
+        probe: &HostPerfCapabilities,
         fd: &Arc<VmFd>,
         ram: &GuestRam,
     ) -> Result<Arc<VmPmu>, VmError> {
@@ -348,7 +353,7 @@ impl<'a> VmPlan<'a> {
         told: bool,
         fd: &Arc<VmFd>,
         ram: &GuestRam,
-        control: &Arc<RunControl>,
+        control: &Arc<VmRunControl>,
     ) -> Result<DeviceBus, VmError> {
         if !told {
             return Ok(bus);
@@ -478,7 +483,7 @@ impl<'a> VmPlan<'a> {
     }
 
     /// Returns the events to hide from the guest's kernel, because they cannot be counted.
-    pub(super) fn uncounted(&self, probe: &HostProbe) -> UncountableEvents {
+    pub(super) fn uncounted(&self, probe: &HostPerfCapabilities) -> UncountableEventSet {
         let VmConfig { pmu, backability, .. } = self.config;
         let hides = self.config.hide_uncounted;
         let host = HostPmuProperties::vendor(&mut cpuid::read_host);
@@ -488,7 +493,7 @@ impl<'a> VmPlan<'a> {
         } else {
             countable
         };
-        UncountableEvents::new(pmu.model.vendor(), Box::new(countable), hides)
+        UncountableEventSet::new(pmu.model.vendor(), Box::new(countable), hides)
     }
 
     /// Returns the parameters of RDPMC emulation, or `None` if the VMM does not emulate RDPMC.
@@ -497,7 +502,7 @@ impl<'a> VmPlan<'a> {
         loaded: &LoadedGuest,
         ram: &GuestRam,
         gate: bool,
-        uncounted: &Arc<UncountableEvents>,
+        uncounted: &Arc<UncountableEventSet>,
     ) -> Option<RdpmcConfig> {
         if !self.traps || self.config.rdpmc == RdpmcMode::Off {
             return None;
@@ -611,7 +616,7 @@ mod tests {
     #[test]
     fn snapshot_excludes_exact_backing_with_trap_flags() {
         let mut config = testing::config(&[]);
-        config.pmu.policy = BackingPolicy::Exact;
+        config.pmu.policy = CounterBackingPolicy::Exact;
         assert!(VmPlan::of(&config).unsupported_in_snapshot().is_empty());
         config.pmu.stepping.user = true;
         assert_eq!(VmPlan::of(&config).unsupported_in_snapshot(), ["--backing exact"]);

@@ -8,7 +8,7 @@
 use std::sync::Arc;
 
 use arc_swap::ArcSwap;
-use kernel_images::packed::PackedSymbols;
+use kernel_images::packed::CompressedKernelSymbols;
 use perf_core::error_line;
 use vmm_sys_util::eventfd::EventFd;
 use vpmu::PmuModel;
@@ -22,10 +22,10 @@ use crate::kvm::chips::IrqchipState;
 use crate::kvm::vm_fd::VmFd;
 use crate::memory::GuestRam;
 use crate::pmu::VmPmu;
-use crate::vcpu::control::{RunControl, VmStopReason};
+use crate::vcpu::control::{VmRunControl, VmStopReason};
 use crate::vcpu::factory::VcpuFactory;
 use crate::vcpu::registry::VcpuRegistry;
-use guest_patching::uncounted::UncountableEvents;
+use guest_patching::uncounted::UncountableEventSet;
 
 /// Maximum number of restarts that are logged, because a guest may reset the machine in a loop.
 const MAX_LOGGED_RESTARTS: u64 = 16;
@@ -33,7 +33,7 @@ const MAX_LOGGED_RESTARTS: u64 = 16;
 /// Inputs with which the machine is constructed anew after a reset.
 pub(super) struct RestartContext {
     pub config: VmConfig,
-    pub uncounted: Arc<UncountableEvents>,
+    pub uncounted: Arc<UncountableEventSet>,
     pub model: PmuModel,
     /// `true` if RDPMC instructions that were not replaced are emulated at the guest's #GP handler
     /// where possible.
@@ -51,9 +51,9 @@ pub struct GuestResetHandler {
     pub(super) ram: GuestRam,
     pub(super) bus: Arc<DeviceBus>,
     pub(super) pmu: Arc<VmPmu>,
-    pub(super) control: Arc<RunControl>,
+    pub(super) control: Arc<VmRunControl>,
     pub(super) registry: Arc<VcpuRegistry>,
-    pub(super) symbols: Arc<ArcSwap<PackedSymbols>>,
+    pub(super) symbols: Arc<ArcSwap<CompressedKernelSymbols>>,
     pub(super) restarts: u64,
 }
 
@@ -96,8 +96,8 @@ impl RestartContext {
         ram: &GuestRam,
         bus: &Arc<DeviceBus>,
         pmu: &Arc<VmPmu>,
-        control: &Arc<RunControl>,
-        symbols: &ArcSwap<PackedSymbols>,
+        control: &Arc<VmRunControl>,
+        symbols: &ArcSwap<CompressedKernelSymbols>,
     ) -> Result<VcpuFactory, VmError> {
         let plan = VmPlan::of(&self.config);
         bus.reset();

@@ -4,16 +4,18 @@
 use std::fs::File;
 use std::sync::Arc;
 
-use guest_patching::finder::TextRange;
+use guest_patching::finder::KernelTextRange;
 use guest_patching::sites;
-use kernel_images::packed::PackedSymbols;
+use kernel_images::packed::CompressedKernelSymbols;
 use kvm_bindings::CpuId;
-use snapshot::diff::{self, BaseChain, DiffError};
+use snapshot::diff::{self, SnapshotBaseChain, SnapshotDiffError};
 use snapshot::memory::{self, MemoryFileError};
-use snapshot::state::{MachineShape, SavedFilter, SavedKernel, SavedMachine, SavedVcpu, SavedVcpuPmu};
+use snapshot::state::{
+    SavedEventFilter, SavedGuestKernel, SavedMachine, SavedMachineProperties, SavedVcpu, SavedVcpuPmu,
+};
 use vpmu::cpuid::LEAF_ARCH_PERFMON;
-use vpmu::events::GuestEvent;
-use vpmu::filter::{FilterAction, FilterEntrySpec, FilterError, FilterSpec};
+use vpmu::events::DecodedCounterEvent;
+use vpmu::filter::{EventFilterAction, EventFilterEntrySpec, EventFilterFileError, EventFilterSpec};
 use vpmu::{ArchEventSet, CounterBacking, CounterBackingChange, CpuidRegs, EventFilter, VpmuStateError};
 
 use super::config::VmConfig;
@@ -49,7 +51,7 @@ pub enum RestoredMemory {
     /// and never written.
     Diff {
         /// Snapshot on which the diff is based, and the snapshots on which that snapshot is based.
-        base: Box<BaseChain>,
+        base: Box<SnapshotBaseChain>,
         /// Memory file of the diff, which contains only the ranges that have changed.
         changes: File,
     },
@@ -76,13 +78,13 @@ pub enum RestoreError {
     Memory(#[from] MemoryFileError),
     /// The ranges of a diff are invalid.
     #[error(transparent)]
-    Diff(#[from] DiffError),
+    Diff(#[from] SnapshotDiffError),
     /// The saved state is invalid.
     #[error("the snapshot has {0} that no VM can have")]
     Impossible(&'static str),
     /// The event filter is invalid.
     #[error("the event filter of the snapshot cannot be used")]
-    Filter(#[from] FilterError),
+    Filter(#[from] EventFilterFileError),
     /// A property of this machine, such as the number of vCPUs, differs from that of the saved
     /// machine.
     #[error("the snapshot has {what} {saved}, this machine {here}")]
@@ -112,7 +114,7 @@ pub enum RestoreError {
     #[error(
         "the guest counts {0}, which this backing does not count; use another --backing, or accept it with --restore-loses"
     )]
-    Loses(GuestEvent),
+    Loses(DecodedCounterEvent),
     /// The virtual PMU of a vCPU cannot be restored.
     #[error("the virtual PMU of vCPU {0} cannot be restored")]
     Pmu(u8, #[source] VpmuStateError),
@@ -199,7 +201,7 @@ pub(super) struct NewMachine<'a> {
     pub(super) vcpus: &'a [KvmVcpu],
     pub(super) bus: &'a DeviceBus,
     pub(super) pmu: &'a Arc<VmPmu>,
-    pub(super) shape: &'a MachineShape,
+    pub(super) shape: &'a SavedMachineProperties,
     /// `true` if the vCPUs can be single-stepped.
     pub(super) can_step: bool,
     /// `true` if the exact backing single-steps the vCPUs.
@@ -273,7 +275,7 @@ impl NewMachine<'_> {
         Ok(self.layout.restore(&saved, here.fd())?)
     }
 
-    fn check_shape(&self, saved: &MachineShape) -> Result<(), RestoreError> {
+    fn check_shape(&self, saved: &SavedMachineProperties) -> Result<(), RestoreError> {
         let here = self.shape;
         let same_tsc = is_same_tsc(saved.tsc_khz, here.tsc_khz);
         let compared = [
@@ -370,14 +372,14 @@ fn report_changes(
 }
 
 /// Returns the kernel in restored memory. The symbols of the kernel are not known.
-fn loaded_guest(saved: &SavedKernel, pci: bool) -> Result<LoadedGuest, RestoreError> {
+fn loaded_guest(saved: &SavedGuestKernel, pci: bool) -> Result<LoadedGuest, RestoreError> {
     let kind = match saved.format.as_str() {
         "linux" => KernelFormat::Vmlinux,
         "multiboot" => KernelFormat::Multiboot,
         "pvh" => KernelFormat::Pvh,
         _ => return Err(RestoreError::Impossible("a kernel format")),
     };
-    let text = saved.text.iter().map(|text| TextRange {
+    let text = saved.text.iter().map(|text| KernelTextRange {
         virt: text.virt,
         phys: text.phys,
         len_bytes: text.bytes,
@@ -393,7 +395,7 @@ fn loaded_guest(saved: &SavedKernel, pci: bool) -> Result<LoadedGuest, RestoreEr
         initrd: None,
         pci,
         text: text.collect(),
-        symbols: Arc::new(PackedSymbols::default()),
+        symbols: Arc::new(CompressedKernelSymbols::default()),
         rdpmc_sites: sites::from_saved(&saved.rdpmc_sites)
             .ok_or(RestoreError::Impossible("RDPMC instructions"))?,
         event_tables: Vec::new(),
@@ -415,22 +417,22 @@ pub(super) fn format_name(kind: &KernelFormat) -> &'static str {
 ///
 /// # Errors
 /// Returns [`RestoreError::Filter`] if it is invalid.
-pub fn event_filter(saved: &SavedFilter) -> Result<EventFilter, RestoreError> {
+pub fn event_filter(saved: &SavedEventFilter) -> Result<EventFilter, RestoreError> {
     let events = saved
         .events
         .iter()
-        .map(|&(select, mask, matches, exclude)| FilterEntrySpec {
+        .map(|&(select, mask, matches, exclude)| EventFilterEntrySpec {
             select: select.into(),
             umask: None,
             umask_mask: Some(mask.into()),
             umask_match: Some(matches.into()),
             exclude,
         });
-    Ok(EventFilter::new(&FilterSpec {
+    Ok(EventFilter::new(&EventFilterSpec {
         action: if saved.allows {
-            FilterAction::Allow
+            EventFilterAction::Allow
         } else {
-            FilterAction::Deny
+            EventFilterAction::Deny
         },
         fixed_counters: saved.fixed_counters.into(),
         events: events.collect(),
@@ -443,7 +445,7 @@ mod tests {
     use std::os::unix::fs::FileExt as _;
     use std::time::Duration;
 
-    use perf_core::pmu::host::HostProbe;
+    use perf_core::pmu::host::HostPerfCapabilities;
     use virtio_devices::balloon::BalloonDevice;
     use virtio_devices::balloon::release::RamOrigin;
     use virtio_devices::device::VirtioDevice;
@@ -470,7 +472,7 @@ mod tests {
             kvm: &kvm,
             config: &testing::config(&HALT),
             devices: Vec::new(),
-            probe: &HostProbe::run(),
+            probe: &HostPerfCapabilities::run(),
             console: Box::new(io::sink()),
         };
         call::log::start();
@@ -493,7 +495,7 @@ mod tests {
             kvm: &kvm,
             config: &testing::config(code),
             devices,
-            probe: &HostProbe::run(),
+            probe: &HostPerfCapabilities::run(),
             console: Box::new(io::sink()),
         };
         Vm::restore(parts, saved).and_then(Vm::start).unwrap()

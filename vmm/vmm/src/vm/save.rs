@@ -19,11 +19,13 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use snapshot::memory::{CHUNK_BYTES, checksum};
-use snapshot::state::{MachineShape, SavedFilter, SavedKernel, SavedMachine, SavedMemory};
+use snapshot::state::{
+    SavedEventFilter, SavedGuestKernel, SavedMachine, SavedMachineProperties, SavedMemoryFile,
+};
 use snapshot::{SnapshotFormatError, encode};
 use vm_memory::{Bytes as _, GuestMemoryError};
 use vpmu::EventFilter;
-use vpmu::filter::FilterAction;
+use vpmu::filter::EventFilterAction;
 
 use super::migrate::OutgoingMigration;
 use crate::devices::DeviceBus;
@@ -35,7 +37,7 @@ use crate::memory::GuestRam;
 use crate::memory::dirty::WriteProtector;
 use crate::memory::touched::TouchedPages;
 use crate::pmu::VmPmu;
-use crate::vcpu::control::{RunControl, RunState};
+use crate::vcpu::control::{VmRunControl, VmRunState};
 use crate::vcpu::registry::VcpuRegistry;
 use crate::vcpu::saved::SaveVcpuError;
 
@@ -96,8 +98,8 @@ pub struct VmSnapshotInputs {
     pub(super) bus: Arc<DeviceBus>,
     pub(super) pmu: Arc<VmPmu>,
     pub(super) registry: Arc<VcpuRegistry>,
-    pub(super) control: Arc<RunControl>,
-    pub(super) shape: MachineShape,
+    pub(super) control: Arc<VmRunControl>,
+    pub(super) shape: SavedMachineProperties,
     /// Name of the loaded kernel's format, and guest-physical range of the kernel.
     pub(super) kernel: (&'static str, Range<u64>),
     /// Options of the VM with which no snapshot can be taken.
@@ -127,7 +129,7 @@ enum Phase {
 
 /// A range of guest memory for the memory file.
 #[derive(Debug)]
-pub struct MemoryPiece {
+pub struct GuestMemoryChunk {
     /// Offset of the range in RAM, in bytes.
     pub offset: u64,
     /// Contents of the range. Empty if the range consists of zeros.
@@ -172,10 +174,10 @@ impl VmSnapshot {
             return Err(SnapshotError::Busy("a vCPU is being removed"));
         }
         match source.control.state() {
-            RunState::Running | RunState::Paused => {}
-            RunState::Held => return Err(SnapshotError::Busy("a debugger stops the VM")),
-            RunState::Resetting => return Err(SnapshotError::Busy("the guest resets the machine")),
-            RunState::Stopped => return Err(SnapshotError::Ended),
+            VmRunState::Running | VmRunState::Paused => {}
+            VmRunState::Held => return Err(SnapshotError::Busy("a debugger stops the VM")),
+            VmRunState::Resetting => return Err(SnapshotError::Busy("the guest resets the machine")),
+            VmRunState::Stopped => return Err(SnapshotError::Ended),
         }
         let was_paused = source.control.is_pause_requested();
         if !source.control.set_paused(true) {
@@ -190,7 +192,7 @@ impl VmSnapshot {
             options,
             shape: source.shape.clone(),
             filter: saved_filter(&source.pmu.filter()),
-            memory: SavedMemory {
+            memory: SavedMemoryFile {
                 bytes: source.ram.size_bytes(),
                 crcs: Vec::new(),
                 base: None,
@@ -218,7 +220,7 @@ impl VmSnapshot {
     /// code of the VMM remains in guest memory, and an error if the state cannot be read.
     pub fn advance(&mut self) -> Result<bool, SnapshotError> {
         let source = self.source.clone();
-        if source.control.state() != RunState::Paused {
+        if source.control.state() != VmRunState::Paused {
             return Err(SnapshotError::Ended);
         }
         let mut slots = source.registry.taken();
@@ -274,7 +276,7 @@ impl VmSnapshot {
     /// # Errors
     /// Returns [`SnapshotError::Order`] unless `offset` is the end of the previous piece, and
     /// [`SnapshotError::Memory`] if memory cannot be read.
-    pub fn read_memory(&mut self, offset: u64) -> Result<MemoryPiece, SnapshotError> {
+    pub fn read_memory(&mut self, offset: u64) -> Result<GuestMemoryChunk, SnapshotError> {
         let bytes = self.machine.memory.bytes;
         if self.phase != Phase::Ready || offset != self.next || offset >= bytes {
             return Err(SnapshotError::Order);
@@ -299,7 +301,7 @@ impl VmSnapshot {
                     self.machine.memory.crcs.push(checksum(&data));
                     let next = at + count;
                     self.next = next;
-                    return Ok(MemoryPiece { offset, data, next });
+                    return Ok(GuestMemoryChunk { offset, data, next });
                 }
             }
             let crc = self.crc_of_zeros(count);
@@ -307,7 +309,7 @@ impl VmSnapshot {
             at += count;
         }
         self.next = at;
-        Ok(MemoryPiece {
+        Ok(GuestMemoryChunk {
             offset,
             data: Vec::new(),
             next: at,
@@ -427,7 +429,7 @@ impl VmSnapshot {
 impl Drop for VmSnapshot {
     fn drop(&mut self) {
         let source = &self.source;
-        if source.control.state() == RunState::Stopped || self.is_committed {
+        if source.control.state() == VmRunState::Stopped || self.is_committed {
             return;
         }
         if let Some(pci) = source.bus.pci() {
@@ -479,12 +481,12 @@ impl VmSnapshotInputs {
     }
 
     /// Returns what a snapshot contains about the guest's kernel.
-    fn saved_kernel(&self) -> SavedKernel {
+    fn saved_kernel(&self) -> SavedGuestKernel {
         let (format, range) = &self.kernel;
-        let mut kernel = SavedKernel {
+        let mut kernel = SavedGuestKernel {
             format: (*format).to_owned(),
             range: [range.start, range.end],
-            ..SavedKernel::default()
+            ..SavedGuestKernel::default()
         };
         if let Some(rdpmc) = &self.registry.factory().rdpmc {
             kernel.rdpmc_sites = rdpmc.sites.save();
@@ -508,10 +510,10 @@ pub(super) fn report_claims(claimed: io::Result<Vec<String>>) {
     }
 }
 
-pub(super) fn saved_filter(filter: &EventFilter) -> SavedFilter {
+pub(super) fn saved_filter(filter: &EventFilter) -> SavedEventFilter {
     let entries = filter.entries().iter();
-    SavedFilter {
-        allows: filter.action() == FilterAction::Allow,
+    SavedEventFilter {
+        allows: filter.action() == EventFilterAction::Allow,
         fixed_counters: filter.fixed_counters(),
         events: entries
             .map(|entry| (entry.select, entry.mask, entry.matches, entry.exclude))

@@ -9,9 +9,9 @@ use test_support::kernels::{
     self, EM_386, EM_X86_64, ElfSegment, LINUX_CODE, MULTIBOOT_CODE, MULTIBOOT_RDPMC, PVH_CODE, PVH_ENTRY,
 };
 use test_support::skip;
-use vmm::boot::{self, BootProtocol, BootRequest, KernelSource, LoadedGuest, layout};
+use vmm::boot::{self, BootProtocol, GuestLoadParams, KernelSource, LoadedGuest, layout};
 use vmm::devices::{DeviceBus, DeviceWriteOutcome, ports};
-use vmm::kvm::armed_vcpu::{ArmedVcpu, VcpuExit};
+use vmm::kvm::kickable_vcpu::{KickableVcpu, VcpuExit};
 use vmm::kvm::vm_fd::VmFd;
 use vmm::kvm::{cpuid, host};
 use vmm::memory::GuestRam;
@@ -58,7 +58,7 @@ fn run_by(
     };
     let ram = GuestRam::new(32 << 20).unwrap();
     let kernel = KernelSource::File(kernel);
-    let request = BootRequest {
+    let request = GuestLoadParams {
         kernel: &kernel,
         protocol,
         initrd,
@@ -74,7 +74,7 @@ fn run_by(
     let console = CapturedConsole::default();
     let bus = DeviceBus::new(Box::new(console.clone()), ram.size_bytes(), "1".parse().unwrap()).unwrap();
     vm.connect_line(bus.serial_irq(), ports::COM1_IRQ).unwrap();
-    let mut vcpu = ArmedVcpu::new(vm.create_vcpu(0).unwrap());
+    let mut vcpu = KickableVcpu::new(vm.create_vcpu(0).unwrap());
     vcpu.set_cpuid2(&cpuid::supported(&kvm).unwrap()).unwrap();
     boot::configure_local_apic(&vcpu).unwrap();
     loaded.configure_bsp(&vcpu).unwrap();

@@ -11,7 +11,7 @@ use kvm_bindings::{Msrs, kvm_mp_state, kvm_msi, kvm_msr_entry, kvm_regs, kvm_seg
 use proptest::prelude::*;
 use test_support::skip;
 use vm_memory::{Bytes, GuestAddress};
-use vmm::kvm::armed_vcpu::{ArmedVcpu, SyncReg, VcpuExit};
+use vmm::kvm::kickable_vcpu::{KickableVcpu, SyncReg, VcpuExit};
 use vmm::kvm::memslot::MemorySlots;
 use vmm::kvm::vm_fd::VmFd;
 use vmm::kvm::{cpuid, host, msr_filter};
@@ -50,7 +50,7 @@ enum GuestAction {
 }
 
 struct Guest {
-    vcpu: ArmedVcpu,
+    vcpu: KickableVcpu,
     vm: Arc<VmFd>,
     ram: GuestRam,
     _slots: MemorySlots,
@@ -99,7 +99,7 @@ impl Guest {
         (regs.rip, regs.rsp, regs.rflags) = (CODE, DATA, 2);
         vcpu.set_regs(&regs).unwrap();
         Some(Self {
-            vcpu: ArmedVcpu::new(vcpu),
+            vcpu: KickableVcpu::new(vcpu),
             vm,
             ram,
             _slots: slots,

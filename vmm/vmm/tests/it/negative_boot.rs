@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 
 use proptest::prelude::*;
 use test_support::kernels::{self, EM_386, EM_X86_64, ElfSegment, LINUX_CODE};
-use vmm::boot::{self, BootError, BootProtocol, BootRequest, KernelSource, layout};
+use vmm::boot::{self, BootError, BootProtocol, GuestLoadParams, KernelSource, layout};
 use vmm::memory::GuestRam;
 use vmm::numbers::VcpuCountRange;
 
@@ -26,7 +26,7 @@ fn attempt_by(
     let kernel = KernelSource::File(kernel.into());
     boot::load(
         &ram,
-        &BootRequest {
+        &GuestLoadParams {
             kernel: &kernel,
             protocol,
             initrd,

@@ -7,13 +7,13 @@ use std::time::{Duration, Instant};
 
 use test_support::skip;
 use vm_memory::{Bytes, GuestAddress};
-use vmm::kvm::armed_vcpu::ArmedVcpu;
 use vmm::kvm::host;
+use vmm::kvm::kickable_vcpu::KickableVcpu;
 use vmm::kvm::memslot::MemorySlots;
 use vmm::kvm::vm_fd::VmFd;
 use vmm::memory::GuestRam;
 use vmm::pmu::overflow_signal;
-use vmm::vcpu::kick::{OverflowSignals, install_handlers, kick_signal, take_overflow};
+use vmm::vcpu::kick::{OverflowSignalDelivery, install_handlers, kick_signal, take_overflow};
 
 const CODE: u64 = 0x1000;
 const COUNTER: u64 = 0x2000;
@@ -22,8 +22,8 @@ const LOOP: [u8; 7] = [0x66, 0xff, 0x06, 0x00, 0x20, 0xeb, 0xf9];
 
 /// A vCPU that counts the iterations of an endless loop, run by this thread.
 struct LoopingVcpu {
-    vcpu: ArmedVcpu,
-    signals: OverflowSignals,
+    vcpu: KickableVcpu,
+    signals: OverflowSignalDelivery,
     ram: GuestRam,
     _slots: MemorySlots,
 }
@@ -47,8 +47,8 @@ impl LoopingVcpu {
         (regs.rip, regs.rflags) = (CODE, 2);
         vcpu.set_regs(&regs).unwrap();
         Some(Self {
-            vcpu: ArmedVcpu::new(vcpu),
-            signals: OverflowSignals::default(),
+            vcpu: KickableVcpu::new(vcpu),
+            signals: OverflowSignalDelivery::default(),
             ram,
             _slots: slots,
         })

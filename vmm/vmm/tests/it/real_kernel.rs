@@ -12,7 +12,7 @@ use kernel_images::elf::CodeBytes;
 use kernel_images::symbols::KernelSymbols;
 use test_support::skip;
 use vm_memory::{Bytes, GuestAddress};
-use vmm::boot::{self, BootProtocol, BootRequest, KernelFormat, KernelSource, LoadedGuest};
+use vmm::boot::{self, BootProtocol, GuestLoadParams, KernelFormat, KernelSource, LoadedGuest};
 use vmm::memory::GuestRam;
 
 fn kernel() -> Option<PathBuf> {
@@ -47,7 +47,7 @@ fn kernel() -> Option<PathBuf> {
 fn load(path: &Path, patch_rdpmc: bool) -> (GuestRam, LoadedGuest) {
     let ram = GuestRam::new(256 << 20).unwrap();
     let kernel = KernelSource::File(path.into());
-    let request = BootRequest {
+    let request = GuestLoadParams {
         kernel: &kernel,
         protocol: BootProtocol::Auto,
         initrd: None,

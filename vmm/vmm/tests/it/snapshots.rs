@@ -14,9 +14,9 @@ use std::time::{Duration, Instant};
 
 use guest_patching::rdpmc::RdpmcMode;
 use perf_core::error_line;
-use perf_core::pmu::host::HostProbe;
+use perf_core::pmu::host::HostPerfCapabilities;
 use random_cuts::cut_at_random;
-use snapshot::diff::{BaseChain, BaseSnapshot, DiffWriter};
+use snapshot::diff::{BaseSnapshot, SnapshotBaseChain, SnapshotDiffWriter};
 use snapshot::state::SavedMachine;
 use test_support::skip;
 use vm_memory::{Bytes as _, GuestAddress};
@@ -28,7 +28,7 @@ use vmm::vcpu::kick;
 use vmm::vm::restore::{RestoredMachine, RestoredMemory};
 use vmm::vm::save::{SnapshotError, VmSnapshot};
 use vmm::vm::{BackgroundKvmSetup, RunningVm, Vm, VmBuildInputs, VmConfig};
-use vpmu::{BackingPolicy, PmuModel};
+use vpmu::{CounterBackingPolicy, PmuModel};
 
 /// Code of the guest, assembled from `snapshots/guest.s`.
 const GUEST: &[u8] = include_bytes!("snapshots/guest.bin");
@@ -78,7 +78,7 @@ fn kernel(code: &[u8]) -> Vec<u8> {
 
 fn config(code: &[u8]) -> VmConfig {
     let image: &'static [u8] = kernel(code).leak();
-    let pmu = PmuConfig::new(PmuModel::INTEL, BackingPolicy::Clock);
+    let pmu = PmuConfig::new(PmuModel::INTEL, CounterBackingPolicy::Clock);
     VmConfig {
         rdpmc: RdpmcMode::Auto,
         ..VmConfig::new(KernelSource::Builtin(image), 32 << 20, pmu)
@@ -108,7 +108,7 @@ impl TestVm {
             kvm: &kvm,
             config,
             devices: Vec::new(),
-            probe: &HostProbe::run(),
+            probe: &HostPerfCapabilities::run(),
             console: Box::new(output.clone()),
         };
         let built = match saved {
@@ -503,7 +503,7 @@ fn unsupported_options_are_refused_by_name() {
     let changes: [(&str, Change); 3] = [
         ("--rdpmc hwbp", |c| c.rdpmc = RdpmcMode::Hwbp),
         ("--backing exact", |c| {
-            c.pmu.policy = BackingPolicy::Exact;
+            c.pmu.policy = CounterBackingPolicy::Exact;
             c.pmu.stepping.user = true;
         }),
         ("--gdb", |c| {
@@ -567,9 +567,9 @@ fn diff_of(bases: &[&RestoredMachine], later: &RestoredMachine) -> RestoredMachi
         });
         let opened: Vec<_> = opened.collect();
         let need = opened.last().unwrap().state_crc();
-        BaseChain::new(Path::new("diff"), need, opened).unwrap()
+        SnapshotBaseChain::new(Path::new("diff"), need, opened).unwrap()
     };
-    let mut writer = DiffWriter::new(open(), later.state.memory.bytes).unwrap();
+    let mut writer = SnapshotDiffWriter::new(open(), later.state.memory.bytes).unwrap();
     let memory = contents(memory_file(later));
     let file = tempfile::tempfile().unwrap();
     file.set_len(memory.len() as u64).unwrap();

@@ -44,13 +44,13 @@ fn at(offset: usize) -> SteppedCpuState {
     }
 }
 
-fn run_of(code: &[u8]) -> StraightRun {
-    StepMeter::new(Vendor::Intel).straight_run(code)
+fn run_of(code: &[u8]) -> StraightLineCode {
+    SingleStepMeter::new(Vendor::Intel).straight_run(code)
 }
 
 /// Returns the counts that single steps through the first `n` instructions of `run` retire.
-fn stepped(run: &StraightRun, code: &[u8], n: usize, vendor: Vendor) -> RetiredCounts {
-    let mut meter = StepMeter::new(vendor);
+fn stepped(run: &StraightLineCode, code: &[u8], n: usize, vendor: Vendor) -> RetiredCounts {
+    let mut meter = SingleStepMeter::new(vendor);
     let mut sum = RetiredCounts::default();
     for instruction in 0..n {
         let (from, to) = (run.end_of(instruction), run.end_of(instruction + 1));

@@ -1,17 +1,17 @@
 //! Test guest in which every access is an exit followed by an entry.
 
-use perf_core::{UnavailableRegs, VcpuContext};
-use vpmu::sim::SimEvents;
+use perf_core::{UnavailableRegs, VcpuEventContext};
+use vpmu::sim::SimCounterEvents;
 use vpmu::*;
 
 /// A guest with a PMU and its counter events, which are simulated by default.
-pub struct Guest<E = SimEvents> {
+pub struct Guest<E = SimCounterEvents> {
     pub vpmu: Vpmu,
     pub events: E,
 }
 
 /// Handles the overflows of a vCPU's perf-core events. Returns the guest counters that overflowed.
-pub fn overflowed_counters(context: &VcpuContext) -> Vec<CounterIndex> {
+pub fn overflowed_counters(context: &VcpuEventContext) -> Vec<CounterIndex> {
     let mut counters = Vec::new();
     context.service_overflows(&mut UnavailableRegs, &mut |report| {
         counters.extend(PerfCoreEvents::counter_of(report.cookie));
@@ -23,7 +23,7 @@ impl Guest {
     pub fn new(model: PmuModel) -> Self {
         Self {
             vpmu: Vpmu::new(model),
-            events: SimEvents::default(),
+            events: SimCounterEvents::default(),
         }
     }
 
@@ -102,7 +102,7 @@ impl<E: CounterEvents> Guest<E> {
         self.vpmu.uncounted_ns(&mut self.events)
     }
 
-    pub fn view(&mut self, n: usize) -> CounterView {
+    pub fn view(&mut self, n: usize) -> GuestCounterStatus {
         self.vpmu.counters_view(&mut self.events).swap_remove(n)
     }
 }

@@ -53,7 +53,7 @@ fn layout() -> TaskLayout {
     }
 }
 
-fn guest() -> (TestGuest, KernelTables) {
+fn guest() -> (TestGuest, KernelPageTables) {
     let mut g = TestGuest::new(RAM, false);
     for page in 0..(RAM as u64 / PAGE) {
         g.map(DIRECT + page * PAGE, page * PAGE, 1);
@@ -84,7 +84,7 @@ fn guest() -> (TestGuest, KernelTables) {
     put(VMEMMAP, &[PAGES]);
     g.ram[MAPPED as usize] = 0xaa;
     g.ram[CACHED as usize] = 0xbb;
-    let tables = KernelTables {
+    let tables = KernelPageTables {
         root: g.root,
         la57: false,
     };
@@ -141,8 +141,8 @@ fn flag_of_single_steps_depends_on_the_release() {
     }
 }
 
-fn budget() -> WalkBudget {
-    WalkBudget::new(10_000, None)
+fn budget() -> GuestMemoryReadBudget {
+    GuestMemoryReadBudget::new(10_000, None)
 }
 
 #[test]

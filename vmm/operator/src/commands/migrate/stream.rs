@@ -20,7 +20,7 @@ use snapshot::format::{MAX_STATE_BYTES, with_optional_field};
 use snapshot::memory::CHUNK_BYTES;
 use snapshot::stream::{
     self, METADATA_FIELD, MigrationDestination, MigrationHello, MigrationMessageReader, MigrationStreamError,
-    StreamMessage,
+    MigrationStreamMessage,
 };
 
 use super::super::snapshot::{SnapshotCommandError, pause, read_metadata, read_state};
@@ -79,14 +79,14 @@ pub enum SendVmError {
 
 /// Error of a migration, with the process that can continue the VM.
 #[derive(Debug)]
-pub enum SendFailure {
+pub enum MigrationSendFailure {
     /// The VM continues in the source process.
     Stays(SendVmError),
     /// The VM may be running at the destination and stays paused here.
     Undecided(SendVmError),
 }
 
-impl<E: Into<SendVmError>> From<E> for SendFailure {
+impl<E: Into<SendVmError>> From<E> for MigrationSendFailure {
     fn from(error: E) -> Self {
         Self::Stays(error.into())
     }
@@ -138,7 +138,7 @@ impl<'s> Destination<'s> {
     }
 
     /// Sends a message. The message may stay in the buffer until the next flush.
-    fn send(&mut self, message: &StreamMessage<'_>) -> Result<(), SendVmError> {
+    fn send(&mut self, message: &MigrationStreamMessage<'_>) -> Result<(), SendVmError> {
         stream::send(&mut self.writer, message).map_err(|e| self.reason(e))
     }
 
@@ -150,16 +150,16 @@ impl<'s> Destination<'s> {
     /// there is none.
     fn reason(&mut self, error: MigrationStreamError) -> SendVmError {
         match self.reader.receive() {
-            Ok(StreamMessage::Failed(why)) => SendVmError::Refused(why),
+            Ok(MigrationStreamMessage::Failed(why)) => SendVmError::Refused(why),
             _ => error.into(),
         }
     }
 
     /// Flushes the buffer and waits for the message `expected` from the destination.
-    fn expect(&mut self, expected: &StreamMessage<'_>) -> Result<(), SendVmError> {
+    fn expect(&mut self, expected: &MigrationStreamMessage<'_>) -> Result<(), SendVmError> {
         self.flush()?;
         match self.reader.receive()? {
-            StreamMessage::Failed(why) => Err(SendVmError::Refused(why)),
+            MigrationStreamMessage::Failed(why) => Err(SendVmError::Refused(why)),
             other if other == *expected => Ok(()),
             _ => Err(SendVmError::Unexpected),
         }
@@ -171,7 +171,7 @@ impl<'s> Destination<'s> {
         let mut fds = [PollFd::new(self.socket, PollFlags::IN)];
         if poll(&mut fds, Some(&Timespec::default())).is_ok_and(|ready| ready > 0) {
             return match self.reader.receive()? {
-                StreamMessage::Failed(why) => Err(SendVmError::Refused(why)),
+                MigrationStreamMessage::Failed(why) => Err(SendVmError::Refused(why)),
                 _ => Err(SendVmError::Unexpected),
             };
         }
@@ -182,13 +182,13 @@ impl<'s> Destination<'s> {
 /// Sends the VM of `client` as a byte stream over `socket`.
 ///
 /// # Errors
-/// Returns [`SendFailure::Stays`] if the VM continues here, and [`SendFailure::Undecided`] if it is
-/// unknown whether it runs at the destination.
+/// Returns [`MigrationSendFailure::Stays`] if the VM continues here, and
+/// [`MigrationSendFailure::Undecided`] if it is unknown whether it runs at the destination.
 pub fn send_vm(
     client: &mut Client,
     socket: &UnixStream,
     limit: DowntimeLimit,
-) -> Result<MigrationReport, SendFailure> {
+) -> Result<MigrationReport, MigrationSendFailure> {
     let started = Instant::now();
     let mut to = Destination::new(socket).map_err(|e| SendVmError::Stream(e.into()))?;
     let memory_bytes = introduce(client, &mut to)?;
@@ -202,17 +202,17 @@ pub fn send_vm(
     if let Some(document) = read_metadata(client)? {
         state = with_optional_field(&state, METADATA_FIELD, document).map_err(SendVmError::State)?;
     }
-    to.send(&StreamMessage::State(&state))?;
-    to.expect(&StreamMessage::Ready)?;
+    to.send(&MigrationStreamMessage::State(&state))?;
+    to.expect(&MigrationStreamMessage::Ready)?;
     to.check_waits()?;
     client.call(request::MigrationCommit)?;
     let arrival = match run(&mut to, paused) {
         Ok(arrival) => arrival,
-        Err(SendFailure::Stays(error)) => {
+        Err(MigrationSendFailure::Stays(error)) => {
             client
                 .call(request::SnapshotEnd { stop: false })
-                .map_err(|e| SendFailure::Undecided(e.into()))?;
-            return Err(SendFailure::Stays(error));
+                .map_err(|e| MigrationSendFailure::Undecided(e.into()))?;
+            return Err(MigrationSendFailure::Stays(error));
         }
         Err(undecided) => return Err(undecided),
     };
@@ -230,18 +230,20 @@ pub fn send_vm(
 
 /// Requests the destination to run the VM. The VM does not run at the destination if the request
 /// cannot be sent or the destination reports a failure.
-fn run(to: &mut Destination<'_>, paused: bool) -> Result<MigrationDestination, SendFailure> {
+fn run(to: &mut Destination<'_>, paused: bool) -> Result<MigrationDestination, MigrationSendFailure> {
     to.flush()?;
     // Bypass the buffer, which would be written again on drop. After an error, the destination
     // receives at most a part of the frame.
-    if let Err(e) = stream::send(&mut &*to.socket, &StreamMessage::Run { paused }) {
+    if let Err(e) = stream::send(&mut &*to.socket, &MigrationStreamMessage::Run { paused }) {
         return Err(to.reason(e).into());
     }
     match to.reader.receive() {
-        Ok(StreamMessage::Running(arrival)) => Ok(arrival),
-        Ok(StreamMessage::Failed(why)) => Err(SendFailure::Stays(SendVmError::Refused(why))),
-        Ok(_) => Err(SendFailure::Undecided(SendVmError::Unexpected)),
-        Err(e) => Err(SendFailure::Undecided(e.into())),
+        Ok(MigrationStreamMessage::Running(arrival)) => Ok(arrival),
+        Ok(MigrationStreamMessage::Failed(why)) => {
+            Err(MigrationSendFailure::Stays(SendVmError::Refused(why)))
+        }
+        Ok(_) => Err(MigrationSendFailure::Undecided(SendVmError::Unexpected)),
+        Err(e) => Err(MigrationSendFailure::Undecided(e.into())),
     }
 }
 
@@ -262,9 +264,9 @@ fn introduce(client: &mut Client, to: &mut Destination<'_>) -> Result<u64, SendV
     };
     let begun = to.writer.write_all(&stream::PREAMBLE);
     begun.map_err(MigrationStreamError::from)?;
-    to.send(&StreamMessage::Hello(hello))?;
-    to.send(&StreamMessage::Machine(&machine))?;
-    to.expect(&StreamMessage::Accepted)?;
+    to.send(&MigrationStreamMessage::Hello(hello))?;
+    to.send(&MigrationStreamMessage::Machine(&machine))?;
+    to.expect(&MigrationStreamMessage::Accepted)?;
     Ok(start.memory_bytes)
 }
 
@@ -315,11 +317,11 @@ fn send_round(client: &mut Client, to: &mut Destination<'_>, memory_bytes: u64) 
         let mut rest = &buffer[..];
         for &(offset, bytes) in &piece.pages {
             let (data, after) = rest.split_at(usize::try_from(bytes).unwrap_or(usize::MAX).min(rest.len()));
-            to.send(&StreamMessage::Pages { offset, data })?;
+            to.send(&MigrationStreamMessage::Pages { offset, data })?;
             rest = after;
         }
         for &(offset, bytes) in &piece.zeros {
-            to.send(&StreamMessage::Zeros { offset, bytes })?;
+            to.send(&MigrationStreamMessage::Zeros { offset, bytes })?;
         }
         to.check_waits()?;
         offset = piece.next;
@@ -328,8 +330,8 @@ fn send_round(client: &mut Client, to: &mut Destination<'_>, memory_bytes: u64) 
             std::thread::sleep(REQUEST_INTERVAL.saturating_sub(asked.elapsed()));
         }
     }
-    to.send(&StreamMessage::RoundEnd)?;
-    to.expect(&StreamMessage::Received)?;
+    to.send(&MigrationStreamMessage::RoundEnd)?;
+    to.expect(&MigrationStreamMessage::Received)?;
     Ok(sent)
 }
 
@@ -391,33 +393,38 @@ mod tests {
             answer(theirs);
             run(&mut Destination::new(&ours).unwrap(), false)
         };
-        assert!(matches!(outcome(&drop), Err(SendFailure::Stays(_))));
-        let said = |message: StreamMessage<'static>| {
+        assert!(matches!(outcome(&drop), Err(MigrationSendFailure::Stays(_))));
+        let said = |message: MigrationStreamMessage<'static>| {
             let (ours, mut theirs) = UnixStream::pair().unwrap();
             stream::send(&mut theirs, &message).unwrap();
             run(&mut Destination::new(&ours).unwrap(), true)
         };
-        let refused = said(StreamMessage::Failed("no".to_owned()));
-        assert!(matches!(refused, Err(SendFailure::Stays(SendVmError::Refused(why))) if why == "no"));
+        let refused = said(MigrationStreamMessage::Failed("no".to_owned()));
+        assert!(
+            matches!(refused, Err(MigrationSendFailure::Stays(SendVmError::Refused(why))) if why == "no")
+        );
         let arrival = MigrationDestination {
             name: "a".to_owned(),
             pid: 7,
         };
-        assert!(said(StreamMessage::Running(arrival)).is_ok());
+        assert!(said(MigrationStreamMessage::Running(arrival)).is_ok());
         assert!(matches!(
-            said(StreamMessage::Ready),
-            Err(SendFailure::Undecided(_))
+            said(MigrationStreamMessage::Ready),
+            Err(MigrationSendFailure::Undecided(_))
         ));
         // The request is received but not answered.
         let (ours, theirs) = UnixStream::pair().unwrap();
         let other = std::thread::spawn(move || {
             let mut reader = MigrationMessageReader::new(&theirs);
-            assert_eq!(reader.receive().unwrap(), StreamMessage::Run { paused: true });
+            assert_eq!(
+                reader.receive().unwrap(),
+                MigrationStreamMessage::Run { paused: true }
+            );
         });
         let silent = run(&mut Destination::new(&ours).unwrap(), true);
         assert!(matches!(
             silent,
-            Err(SendFailure::Undecided(SendVmError::Stream(
+            Err(MigrationSendFailure::Undecided(SendVmError::Stream(
                 MigrationStreamError::Closed
             )))
         ));

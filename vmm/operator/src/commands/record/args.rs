@@ -127,8 +127,8 @@ pub struct RecordArgs {
     /// Maximum number of branches per sample, up to 64.
     #[arg(long, value_name = "N", default_value = "32", value_parser = integer_in_range(1..=MAX_BRANCH_DEPTH))]
     pub branch_depth: u16,
-    /// Maximum share of a vCPU's run time that branch stacks may take. Fewer samples are taken if they
-    /// would exceed it.
+    /// Maximum share of a vCPU's run time that branch stacks may take. Fewer samples are taken if
+    /// they would exceed it.
     #[arg(long, value_name = "PERCENT", default_value = "5%")]
     pub branch_overhead: BranchOverhead,
     /// Sources of symbols; the guest's memory by default.

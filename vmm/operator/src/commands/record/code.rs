@@ -13,10 +13,12 @@ use std::time::{Duration, Instant};
 use control_api::client::{Client, ClientError};
 use control_api::protocol::{CodeMapping, MAX_PROCESS_MEMORY, RequestErrorKind};
 use control_api::request;
-use guest_profile::cfi::{CodeMap, MappedCode, REGISTERS, UnwindResult, Unwinder, UserThreadState};
-use guest_profile::export::{NO_PID, SavedSymbol};
+use guest_profile::cfi::{
+    MappedModule, ProcessModuleMap, REGISTERS, UnwindResult, Unwinder, UserThreadState,
+};
+use guest_profile::export::{NO_PID, ProfileSymbol};
 use guest_profile::modules::LoadedModule;
-use guest_profile::programs::{GuestFiles, ProgramFile};
+use guest_profile::programs::{GuestFileSource, ProgramFile};
 use guest_profile::unwind::UnwindStop;
 use perf_core::error_line;
 use perf_core::record::UserRegsAndStack;
@@ -40,7 +42,7 @@ const MAX_FRAMES: usize = 127;
 /// The cached mappings of one process.
 struct ProcessMappings {
     mappings: Vec<CodeMapping>,
-    map: CodeMap,
+    map: ProcessModuleMap,
     asked: Instant,
     times: u32,
 }
@@ -50,7 +52,7 @@ pub(super) struct ProgramCache {
     source: Option<PacedClient>,
     /// The guest's files, if the user specified their location. Unlike guest memory, the files also
     /// contain data that is not resident.
-    files: Option<GuestFiles>,
+    files: Option<GuestFileSource>,
     unwinds: bool,
     unwinder: Unwinder,
     processes: HashMap<u32, Option<ProcessMappings>>,
@@ -75,7 +77,7 @@ pub(super) struct UnwindTotals {
 
 /// A function of a guest process that contains a looked-up address.
 pub(super) struct FoundFunction {
-    pub(super) symbol: SavedSymbol,
+    pub(super) symbol: ProfileSymbol,
     /// `true` if `name` is the name of an exported function, `false` if it is a file and an offset.
     pub(super) named: bool,
 }
@@ -124,7 +126,11 @@ impl PacedClient {
 impl ProgramCache {
     /// Creates the cache of a VM's programs. `client` is a connection to the VM for the exclusive
     /// use of the cache. `unwinds` enables unwind tables.
-    pub(super) fn new(client: Result<Client, ClientError>, files: Option<GuestFiles>, unwinds: bool) -> Self {
+    pub(super) fn new(
+        client: Result<Client, ClientError>,
+        files: Option<GuestFileSource>,
+        unwinds: bool,
+    ) -> Self {
         let source = match client {
             Ok(client) => Some(PacedClient {
                 client,
@@ -172,7 +178,7 @@ impl ProgramCache {
         let mapped = process.map.find(address)?;
         let (bias, module) = mapped.code.as_ref()?;
         let linked = address.wrapping_sub(*bias);
-        let saved = |start: u64, end: u64, name: String| SavedSymbol {
+        let saved = |start: u64, end: u64, name: String| ProfileSymbol {
             start: start.wrapping_add(*bias),
             end: end.wrapping_add(*bias),
             name,
@@ -277,13 +283,13 @@ impl ProgramCache {
                 return;
             }
         };
-        let mapped = |mapping: &CodeMapping| MappedCode {
+        let mapped = |mapping: &CodeMapping| MappedModule {
             start: mapping.start,
             end: mapping.start.saturating_add(mapping.len),
             code: None,
         };
         let process = ProcessMappings {
-            map: CodeMap::new(mappings.iter().map(mapped).collect()),
+            map: ProcessModuleMap::new(mappings.iter().map(mapped).collect()),
             mappings,
             asked: Instant::now(),
             times: times + 1,
@@ -343,7 +349,7 @@ impl ProgramCache {
 
 /// Loads the module of `mapping` from its file in the guest. Returns `None` if the file is
 /// unreadable, or its build ID is known to differ from that of the mapping.
-fn of_file(files: &mut GuestFiles, mapping: &CodeMapping, unwinds: bool) -> Option<LoadedModule> {
+fn of_file(files: &mut GuestFileSource, mapping: &CodeMapping, unwinds: bool) -> Option<LoadedModule> {
     mapping.base?;
     if !mapping.path.starts_with('/') || mapping.path.starts_with("//") {
         return None;

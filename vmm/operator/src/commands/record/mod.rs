@@ -33,8 +33,8 @@ use control_api::protocol::{HostRingInfo, KernelState, OpenedEvent, PluggedVcpuE
 use control_api::request::{self, Request};
 pub use error::RecordError;
 use guest_profile::export::NO_PID;
-use guest_profile::merge::{SampleMergeConfig, SampleMerger, SampleTotals, SampledGuestTask};
-use guest_profile::sample::SampleData;
+use guest_profile::merge::{MergedSampleCounts, SampleMergeConfig, SampleMerger, SampledGuestTask};
+use guest_profile::sample::SampleRawData;
 use names::RecordedSymbols;
 use perf_core::error_line;
 use recording::Recording;
@@ -337,7 +337,7 @@ struct SampleStreams {
     /// Index in `lanes` of each event that the host kernel also samples, by stream ID.
     by_stream: HashMap<u64, usize>,
     /// Sample statistics of the processes in which the VM ran before it moved to the current one.
-    left: Option<SampleTotals>,
+    left: Option<MergedSampleCounts>,
 }
 
 impl SampleStreams {
@@ -594,8 +594,8 @@ impl SampleStreams {
     }
 
     /// Returns the statistics of merging VM samples and host kernel samples.
-    fn totals(&self) -> Option<SampleTotals> {
-        let add = |a: SampleTotals, b: SampleTotals| SampleTotals {
+    fn totals(&self) -> Option<MergedSampleCounts> {
+        let add = |a: MergedSampleCounts, b: MergedSampleCounts| MergedSampleCounts {
             light: a.light + b.light,
             full: a.full + b.full,
             instead: a.instead + b.instead,
@@ -612,7 +612,7 @@ fn full(
     merge: Option<&mut SampleMerger>,
     recording: &mut Recording,
 ) -> Result<(), RecordError> {
-    let raw = SampleData::decode(sample.raw).unwrap_or_default();
+    let raw = SampleRawData::decode(sample.raw).unwrap_or_default();
     let (pid, tid) = raw.task.map_or((NO_PID, NO_PID), |(pid, tid, _)| (pid, tid));
     let whose = SampledGuestTask {
         time_ns: sample.time_ns,

@@ -13,8 +13,8 @@ use control_api::client::Client;
 use guest_profile::export::build_id_dir::BuildIdDir;
 use guest_profile::export::perfdata::PerfDataWriter;
 use guest_profile::export::symbolize::Symbolizer;
-use guest_profile::export::{ChainFrame, KernelMap, NO_PID, Profile, SavedSymbol};
-use guest_profile::programs::{GuestFiles, GuestSymbols, ProgramFile};
+use guest_profile::export::{ChainFrame, KernelTextMap, NO_PID, Profile, ProfileSymbol};
+use guest_profile::programs::{GuestFileSource, GuestSymbols, ProgramFile};
 use kernel_images::build_id::BuildId;
 use kernel_images::symbols::KernelSymbols;
 
@@ -37,7 +37,7 @@ pub(super) struct RecordedSymbols {
     /// Addresses to symbolize, by process ID; `None` for the kernel.
     addresses: HashSet<(Option<u32>, u64)>,
     /// Functions found in guest memory, by process ID and start address.
-    exported: BTreeMap<(u32, u64), SavedSymbol>,
+    exported: BTreeMap<(u32, u64), ProfileSymbol>,
     /// Process IDs and start addresses of the functions in `exported` that have no exported name.
     unnamed: BTreeSet<(u32, u64)>,
 }
@@ -88,7 +88,7 @@ impl RecordedSymbols {
     }
 
     /// Returns the mapping of the guest's kernel, for the perf.data file.
-    pub(super) fn kernel_map(&self) -> Option<KernelMap> {
+    pub(super) fn kernel_map(&self) -> Option<KernelTextMap> {
         kernel_map(self.kernel.as_ref()?, self.build_id)
     }
 
@@ -159,9 +159,9 @@ impl RecordedSymbols {
 
     /// Returns the symbols of the addresses noted since the previous call, without duplicates.
     /// `mapped` contains the mappings of the processes.
-    pub(super) fn take_saved(&mut self, mapped: &Profile) -> Vec<SavedSymbol> {
-        let mut saved: BTreeMap<(Option<u32>, u64), SavedSymbol> = BTreeMap::new();
-        let mut keep = |symbol: SavedSymbol| {
+    pub(super) fn take_saved(&mut self, mapped: &Profile) -> Vec<ProfileSymbol> {
+        let mut saved: BTreeMap<(Option<u32>, u64), ProfileSymbol> = BTreeMap::new();
+        let mut keep = |symbol: ProfileSymbol| {
             let entry = saved
                 .entry((symbol.pid, symbol.start))
                 .or_insert_with(|| symbol.clone());
@@ -181,7 +181,7 @@ impl RecordedSymbols {
                         k.resolve(address)
                     };
                     let (symbol, _) = found?;
-                    Some(SavedSymbol {
+                    Some(ProfileSymbol {
                         start: symbol.address,
                         end: k.end_of(symbol.address),
                         name: symbol.name.to_owned(),
@@ -201,7 +201,7 @@ impl RecordedSymbols {
                     (function.pid == Some(pid) && address < function.end).then(|| function.clone())
                 };
                 if named.known {
-                    keep(SavedSymbol {
+                    keep(ProfileSymbol {
                         start: address.wrapping_sub(named.offset),
                         // The size of the symbol may be unknown, so its range covers the sampled
                         // addresses only.
@@ -216,7 +216,7 @@ impl RecordedSymbols {
                     keep(function);
                 } else if let Some((start, end, name)) = files.jit(pid, address) {
                     let (name, pid) = (name.to_owned(), Some(pid));
-                    keep(SavedSymbol {
+                    keep(ProfileSymbol {
                         start,
                         end,
                         name,
@@ -238,7 +238,7 @@ impl RecordedSymbols {
 
 /// Reads the guest's program at `path` and checks its build ID, because perf uses a cached file for
 /// every guest with that build ID.
-fn program_of(files: &mut GuestFiles, path: &str, id: BuildId) -> io::Result<Vec<u8>> {
+fn program_of(files: &mut GuestFileSource, path: &str, id: BuildId) -> io::Result<Vec<u8>> {
     let bytes = files.program(path).map_err(io::Error::other)?;
     let file = ProgramFile::parse(Path::new(path), &bytes).map_err(io::Error::other)?;
     if file.build_id() != Some(id) {

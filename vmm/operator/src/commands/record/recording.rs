@@ -26,11 +26,11 @@ use control_api::protocol::{BranchStacks, OpenedEvent, SamplingParams};
 use guest_profile::export::build_id_dir::BuildIdDir;
 use guest_profile::export::perfdata::PerfDataWriter;
 use guest_profile::export::{
-    ClockCorrelation, EventInfo, FileMapping, NO_PID, Profile, ProfileMetadata, ProfilePerspective,
-    ProfileSample, SampledBranch, SavedSymbol, TaskName,
+    ClockCorrelation, FileMapping, NO_PID, Profile, ProfileMetadata, ProfilePerspective, ProfileSample,
+    ProfileSymbol, SampledBranch, SampledEventInfo, TaskName,
 };
-use guest_profile::merge::{LightSample, SampleTotals, SampledGuestTask};
-use guest_profile::sample::SampleData;
+use guest_profile::merge::{LightSample, MergedSampleCounts, SampledGuestTask};
+use guest_profile::sample::SampleRawData;
 use guest_profile::unwind::{CONTEXT_GUEST_KERNEL, CONTEXT_GUEST_USER, UnwindStop, UnwindStopReasons};
 use kernel_images::build_id::BuildId;
 
@@ -45,7 +45,7 @@ const CONTEXT_MAX: u64 = (-4095i64).cast_unsigned();
 pub(super) struct Recording {
     writer: PerfDataWriter<BufWriter<File>>,
     /// Metadata and events of the current file, which the next file repeats.
-    head: (ProfileMetadata, Vec<EventInfo>),
+    head: (ProfileMetadata, Vec<SampledEventInfo>),
     /// Trigger and completed files of `--switch-output`, if given.
     switch: Option<OutputSwitch>,
     names: RecordedSymbols,
@@ -96,7 +96,7 @@ impl Recording {
     ) -> Result<Self, OperatorCommandError> {
         let mut ids = EventIds::default();
         let events = ids.add(opened).into_iter();
-        let events: Vec<EventInfo> = events.map(|o| event_info(o, &sampling)).collect();
+        let events: Vec<SampledEventInfo> = events.map(|o| event_info(o, &sampling)).collect();
         let meta = ProfileMetadata {
             thread_switches: args.switch_events,
             hostname: client.info().name.clone(),
@@ -180,7 +180,7 @@ impl Recording {
     pub(super) fn full(
         &mut self,
         sample: &RingSample<'_>,
-        raw: &SampleData,
+        raw: &SampleRawData,
         period: u64,
     ) -> Result<(), RecordError> {
         let (pid, tid) = raw.task.map_or((NO_PID, NO_PID), |(pid, tid, _)| (pid, tid));
@@ -440,7 +440,7 @@ impl Recording {
 
     /// Stores the symbols and programs of the current file where perf finds them. Returns the
     /// symbols of the addresses in the file.
-    fn symbols_of_file(&mut self, args: &RecordArgs) -> Vec<SavedSymbol> {
+    fn symbols_of_file(&mut self, args: &RecordArgs) -> Vec<ProfileSymbol> {
         if !args.as_host
             && let Err(e) = self
                 .names
@@ -510,7 +510,7 @@ impl Recording {
         mut self,
         args: &RecordArgs,
         gone: bool,
-        totals: Option<SampleTotals>,
+        totals: Option<MergedSampleCounts>,
     ) -> Result<(), RecordError> {
         if let Err(source) = self.writer.checkpoint() {
             return Err(self.truncate_to_records(&args.output, source));
@@ -594,7 +594,7 @@ impl Recording {
 /// Creates a recording file with the header and the mapping of the kernel.
 fn new_writer(
     path: &Path,
-    (meta, events): &(ProfileMetadata, Vec<EventInfo>),
+    (meta, events): &(ProfileMetadata, Vec<SampledEventInfo>),
     names: &RecordedSymbols,
 ) -> Result<PerfDataWriter<BufWriter<File>>, OperatorCommandError> {
     let file = create_private(path).map_err(OperatorCommandError::create(path))?;
@@ -618,7 +618,7 @@ fn wall_clock() -> Option<ClockCorrelation> {
 }
 
 /// Logs the numbers of VM samples and host kernel samples.
-fn log_totals(totals: &SampleTotals) {
+fn log_totals(totals: &MergedSampleCounts) {
     let all = totals.light + totals.full;
     if all == 0 {
         return;

@@ -4,7 +4,7 @@ use std::fmt::Write as _;
 use std::time::{Duration, Instant};
 
 use super::args::StatArgs;
-use crate::commands::{DONE, OperatorCommandError, OutputError, print};
+use crate::commands::{CommandOutputError, DONE, OperatorCommandError, print};
 use crate::exit::ExitStatus;
 use control_api::client::Client;
 use control_api::events::format::thousands;
@@ -36,7 +36,7 @@ pub(super) fn view(client: &mut Client, args: &StatArgs) -> Result<ExitStatus, O
     let mut out = String::new();
     for view in views.vcpus.iter().filter(wanted) {
         if args.json {
-            let line = serde_json::to_string(view).map_err(OutputError::from)?;
+            let line = serde_json::to_string(view).map_err(CommandOutputError::from)?;
             let _ = writeln!(out, "{line}");
         } else {
             out.push_str(&view_table(view));

@@ -22,7 +22,7 @@ use control_api::protocol::{
 };
 use control_api::request;
 use guest_profile::export::NO_PID;
-use guest_profile::sample::SampleData;
+use guest_profile::sample::SampleRawData;
 
 /// Events counted on each vCPU in addition to sampling, in column order.
 const COUNTED: &str = "task-clock,steal-ns,cycles,kvm:exits";
@@ -207,7 +207,7 @@ impl Collector {
 
     /// Adds a sample of `vcpu` to the collected data.
     fn add(&mut self, vcpu: u32, sample: &Sample<'_>) {
-        let raw = SampleData::decode(sample.raw).unwrap_or_default();
+        let raw = SampleRawData::decode(sample.raw).unwrap_or_default();
         let pid = raw.task.map_or(NO_PID, |(pid, ..)| pid);
         if let Some((pid, tid, comm)) = raw.task
             && (self.processes.len() < MAX_PROCESS_NAMES || self.processes.contains_key(&pid))

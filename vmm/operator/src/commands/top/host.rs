@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 
 use super::args::TopArgs;
 use super::collect::{CollectResult, Collector};
-use super::rows::{ObservedState, TopVmData, TopVmEntry};
+use super::rows::{ObservedVmState, TopVmData, TopVmEntry};
 use crate::commands::ps::{self, VmSocket};
 use crate::commands::select::name_or_pid;
 use crate::commands::{OperatorCommandError, connect};
@@ -122,8 +122,8 @@ impl ObservedVms {
             let _ = tell.send((number, run_observer(looks)));
         };
         let (seen, alive) = match thread::Builder::new().name("vm".into()).spawn(work) {
-            Ok(_) => (ObservedState::Waiting, true),
-            Err(e) => (ObservedState::Failed(format!("no thread for it: {e}")), false),
+            Ok(_) => (ObservedVmState::Waiting, true),
+            Err(e) => (ObservedVmState::Failed(format!("no thread for it: {e}")), false),
         };
         let new = WatchedVm {
             vm: TopVmEntry { label, seen },
@@ -147,7 +147,7 @@ impl ObservedVms {
         !self
             .watched
             .iter()
-            .any(|w| matches!(w.vm.seen, ObservedState::Waiting))
+            .any(|w| matches!(w.vm.seen, ObservedVmState::Waiting))
     }
 
     /// Discards the samples of all VMs.
@@ -172,16 +172,16 @@ impl ObservedVms {
             return Ok(None);
         };
         watched.vm.seen = match came {
-            WatchEvent::Screen(seen) => ObservedState::Shown(seen),
+            WatchEvent::Screen(seen) => ObservedVmState::Shown(seen),
             WatchEvent::Gone if only => return Ok(Some(DisplayUpdate::Ended)),
             WatchEvent::Failed(e) if only => return Err(e),
             WatchEvent::Gone => {
                 watched.alive = false;
-                ObservedState::Ended
+                ObservedVmState::Ended
             }
             WatchEvent::Failed(e) => {
                 watched.alive = false;
-                ObservedState::Failed(error_line(&e))
+                ObservedVmState::Failed(error_line(&e))
             }
         };
         Ok(Some(DisplayUpdate::Changed))
@@ -306,7 +306,7 @@ mod tests {
         let news = host.news(Duration::from_secs(300));
         assert!(matches!(news, Ok(Some(DisplayUpdate::Changed))), "{news:?}");
         match &host.vms()[0].seen {
-            ObservedState::Failed(why) => assert!(why.contains("a VM that nobody thought of"), "{why}"),
+            ObservedVmState::Failed(why) => assert!(why.contains("a VM that nobody thought of"), "{why}"),
             other => panic!("{other:?}"),
         }
         assert!(host.all_reported());

@@ -27,13 +27,13 @@ use ratatui::DefaultTerminal;
 use ratatui::crossterm::event::{self, DisableMouseCapture, EnableMouseCapture, Event, KeyEventKind};
 use ratatui::crossterm::execute;
 
-use super::{DONE, OperatorCommandError, OutputError, print};
+use super::{CommandOutputError, DONE, OperatorCommandError, print};
 use crate::exit::ExitStatus;
 use crate::signals::StopSignals;
 use crate::vendor;
 pub use args::TopArgs;
 use host::{DisplayUpdate, ObservedVms};
-use rows::ObservedState;
+use rows::ObservedVmState;
 use screen::TopScreen;
 use ui::{TopUiState, UiAction};
 
@@ -53,8 +53,8 @@ pub enum TopError {
     VmEnded,
 }
 
-impl From<OutputError> for TopError {
-    fn from(error: OutputError) -> Self {
+impl From<CommandOutputError> for TopError {
+    fn from(error: CommandOutputError) -> Self {
         Self::Command(error.into())
     }
 }
@@ -99,9 +99,9 @@ fn once(args: &TopArgs, host: &mut ObservedVms, signals: &StopSignals) -> Result
     let mut status = DONE;
     for vm in &screen.vms {
         match &vm.seen {
-            ObservedState::Failed(why) => log::warn!("{}: {why}", vm.label),
-            ObservedState::Ended => log::warn!("{}: the VM has exited", vm.label),
-            ObservedState::Waiting | ObservedState::Shown(_) => continue,
+            ObservedVmState::Failed(why) => log::warn!("{}: {why}", vm.label),
+            ObservedVmState::Ended => log::warn!("{}: the VM has exited", vm.label),
+            ObservedVmState::Waiting | ObservedVmState::Shown(_) => continue,
         }
         status = ExitStatus::CheckFailed;
     }

@@ -8,12 +8,12 @@ pub struct TopVmEntry {
     /// Name of the VM, followed by `@` and the user if the owner is another user.
     pub label: String,
     /// Observed state of the VM.
-    pub seen: ObservedState,
+    pub seen: ObservedVmState,
 }
 
 /// Observed state of a VM.
 #[derive(Clone, Debug)]
-pub enum ObservedState {
+pub enum ObservedVmState {
     /// The VM has not sent data yet.
     Waiting,
     /// The VM has sent data. The value is the data of the last update.

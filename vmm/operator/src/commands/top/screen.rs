@@ -9,8 +9,8 @@ use ratatui::style::{Color, Modifier, Style};
 use ratatui::text::{Line, Span};
 use ratatui::widgets::{Clear, Paragraph};
 
-use super::rows::{EventRateCell, ObservedState, TopSymbolRow, TopVcpuRow, TopVmData, TopVmEntry};
-use super::sheet::{CellValue, ColumnKind, RowOwner, SortableTable, TableRow, TopTableColumn};
+use super::rows::{EventRateCell, ObservedVmState, TopSymbolRow, TopVcpuRow, TopVmData, TopVmEntry};
+use super::sheet::{TopCellValue, TopColumnKind, TopRowOwner, TopSortableTable, TopTableColumn, TopTableRow};
 use super::ui::{ScreenAreas, TopUiState, TopView};
 use crate::commands::one_line;
 use control_api::events::format::{rounded, thousands};
@@ -47,7 +47,7 @@ pub struct TopScreen {
     pub vms: Vec<TopVmEntry>,
 }
 
-const fn column(title: &'static str, width: u16, kind: ColumnKind) -> TopTableColumn {
+const fn column(title: &'static str, width: u16, kind: TopColumnKind) -> TopTableColumn {
     TopTableColumn { title, width, kind }
 }
 
@@ -58,7 +58,7 @@ struct ProcessSum<'a> {
     samples: u64,
     kernel: f64,
     process: &'a str,
-    whose: RowOwner,
+    whose: TopRowOwner,
     hottest: Option<(&'a TopSymbolRow, f64)>,
 }
 
@@ -67,7 +67,7 @@ impl TopScreen {
     fn seen<'a>(&'a self, ui: &'a TopUiState) -> impl Iterator<Item = (&'a str, &'a TopVmData)> {
         let chosen = |label: &str| ui.vm.as_deref().is_none_or(|only| only == label);
         self.vms.iter().filter_map(move |vm| match &vm.seen {
-            ObservedState::Shown(seen) if chosen(&vm.label) => Some((vm.label.as_str(), &**seen)),
+            ObservedVmState::Shown(seen) if chosen(&vm.label) => Some((vm.label.as_str(), &**seen)),
             _ => None,
         })
     }
@@ -197,7 +197,7 @@ impl TopScreen {
         }
         let chosen = ui.drawn.whose.get(ui.shown().cursor).map(|whose| &whose.vm);
         if let (TopView::Vms, Some(vm)) = (ui.view, self.vms.iter().find(|vm| Some(&vm.label) == chosen))
-            && let ObservedState::Failed(why) = &vm.seen
+            && let ObservedVmState::Failed(why) = &vm.seen
         {
             return Some(format!("{}: {}", one_line(&vm.label), one_line(why)));
         }
@@ -217,7 +217,7 @@ impl TopScreen {
         (!said.is_empty()).then(|| format!("only {}; Esc: back", said.join(", ")))
     }
 
-    fn sheet(&self, ui: &TopUiState) -> SortableTable {
+    fn sheet(&self, ui: &TopUiState) -> TopSortableTable {
         let (columns, rows) = match ui.view {
             TopView::Vms => self.vm_rows(),
             TopView::Symbols => self.symbol_rows(ui),
@@ -226,64 +226,64 @@ impl TopScreen {
             TopView::Exits => self.exit_rows(ui),
             TopView::Counters => self.counter_rows(ui),
         };
-        let mut sheet = SortableTable { columns, rows };
+        let mut sheet = TopSortableTable { columns, rows };
         // With several VMs, the first column is the VM.
         if self.all_vms && !matches!(ui.view, TopView::Vms | TopView::Symbols) {
-            sheet.columns.insert(0, column("VM", 16, ColumnKind::Text));
+            sheet.columns.insert(0, column("VM", 16, TopColumnKind::Text));
             for row in &mut sheet.rows {
-                row.cells.insert(0, CellValue::text(one_line(&row.whose.vm)));
+                row.cells.insert(0, TopCellValue::text(one_line(&row.whose.vm)));
             }
         }
         sheet
     }
 
-    fn vm_rows(&self) -> (Vec<TopTableColumn>, Vec<TableRow>) {
+    fn vm_rows(&self) -> (Vec<TopTableColumn>, Vec<TopTableRow>) {
         let everything = TopUiState::default();
         let weight = |vm: &TopVmData| vm.symbols.iter().map(|row| row.weight).sum::<f64>();
         let all: f64 = self.seen(&everything).map(|(_, vm)| weight(vm)).sum();
         let row = |vm: &TopVmEntry| {
-            let mut cells = vec![CellValue::text(one_line(&vm.label))];
+            let mut cells = vec![TopCellValue::text(one_line(&vm.label))];
             match &vm.seen {
-                ObservedState::Shown(seen) => {
+                ObservedVmState::Shown(seen) => {
                     let its = weight(seen);
                     let sum = |at| EventRateCell::sum(seen.vcpus.iter().map(|vcpu| cell(vcpu, at)));
                     cells.extend([
-                        CellValue::text(seen.vm.state.to_string()),
+                        TopCellValue::text(seen.vm.state.to_string()),
                         share_of(its, all),
-                        CellValue::number(seen.vm.vcpus.into(), seen.vm.vcpus.to_string()),
+                        TopCellValue::number(seen.vm.vcpus.into(), seen.vm.vcpus.to_string()),
                         narrow_rate(sum(0), percent),
                         narrow_rate(sum(1), percent),
                         narrow_rate(sum(2), whole),
                         narrow_rate(sum(3), whole),
                         count(seen.samples),
                         count(seen.lost),
-                        CellValue::text(one_line(&seen.vm.pmu)),
+                        TopCellValue::text(one_line(&seen.vm.pmu)),
                     ]);
                 }
                 other => {
                     let state = match other {
-                        ObservedState::Ended => "ended",
-                        ObservedState::Failed(_) => "failed",
+                        ObservedVmState::Ended => "ended",
+                        ObservedVmState::Failed(_) => "failed",
                         _ => "waiting",
                     };
-                    cells.push(CellValue::text(state));
-                    cells.resize(11, CellValue::text("-"));
+                    cells.push(TopCellValue::text(state));
+                    cells.resize(11, TopCellValue::text("-"));
                 }
             }
-            TableRow::of_vm(&vm.label, cells)
+            TopTableRow::of_vm(&vm.label, cells)
         };
         let columns = vec![
-            column("VM", 16, ColumnKind::Text),
-            column("State", 14, ColumnKind::Text),
-            column("Share", 7, ColumnKind::Count),
-            column("vCPUs", 5, ColumnKind::Count),
-            column("Busy", 7, ColumnKind::Count),
-            column("Steal", 7, ColumnKind::Count),
-            column("Cycles/s", 15, ColumnKind::Count),
-            column("KVM exits/s", 11, ColumnKind::Count),
-            column("Samples", 9, ColumnKind::Count),
-            column("Lost", 6, ColumnKind::Count),
-            column("PMU", 6, ColumnKind::Text),
+            column("VM", 16, TopColumnKind::Text),
+            column("State", 14, TopColumnKind::Text),
+            column("Share", 7, TopColumnKind::Count),
+            column("vCPUs", 5, TopColumnKind::Count),
+            column("Busy", 7, TopColumnKind::Count),
+            column("Steal", 7, TopColumnKind::Count),
+            column("Cycles/s", 15, TopColumnKind::Count),
+            column("KVM exits/s", 11, TopColumnKind::Count),
+            column("Samples", 9, TopColumnKind::Count),
+            column("Lost", 6, TopColumnKind::Count),
+            column("PMU", 6, TopColumnKind::Text),
         ];
         (columns, self.vms.iter().map(row).collect())
     }
@@ -302,7 +302,7 @@ impl TopScreen {
             .filter(move |(label, row)| chosen(label, row))
     }
 
-    fn symbol_rows(&self, ui: &TopUiState) -> (Vec<TopTableColumn>, Vec<TableRow>) {
+    fn symbol_rows(&self, ui: &TopUiState) -> (Vec<TopTableColumn>, Vec<TopTableRow>) {
         let mut sums: BTreeMap<(&str, &str, bool), (f64, u64)> = BTreeMap::new();
         let mut all = 0.0;
         for (_, row) in self.functions(ui) {
@@ -319,22 +319,22 @@ impl TopScreen {
             };
             let level = if kernel { "[k]" } else { "[.]" };
             let more = [
-                CellValue::text(object),
-                CellValue::text(format!("{level} {symbol}")),
+                TopCellValue::text(object),
+                TopCellValue::text(format!("{level} {symbol}")),
             ];
-            TableRow {
+            TopTableRow {
                 style,
                 ..sample_row(weight, all, samples, more)
             }
         };
         let more = [
-            column("Object", 28, ColumnKind::Text),
-            column("Symbol", 0, ColumnKind::Text),
+            column("Object", 28, TopColumnKind::Text),
+            column("Symbol", 0, TopColumnKind::Text),
         ];
         sample_columns_and_rows(sums.into_iter().map(row), more)
     }
 
-    fn process_rows(&self, ui: &TopUiState) -> (Vec<TopTableColumn>, Vec<TableRow>) {
+    fn process_rows(&self, ui: &TopUiState) -> (Vec<TopTableColumn>, Vec<TopTableRow>) {
         let mut sums: BTreeMap<(&str, Option<u32>), ProcessSum<'_>> = BTreeMap::new();
         let mut all = 0.0;
         for (label, row) in self.functions(ui) {
@@ -343,7 +343,7 @@ impl TopScreen {
             sum.samples += row.samples;
             sum.kernel += if row.kernel { row.weight } else { 0.0 };
             sum.process = &row.process;
-            sum.whose = RowOwner {
+            sum.whose = TopRowOwner {
                 vm: label.to_owned(),
                 pid: row.pid,
             };
@@ -356,49 +356,49 @@ impl TopScreen {
             let more = [
                 share_of(sum.kernel, sum.weight),
                 sum.whose.pid.map_or_else(
-                    || CellValue::text("-"),
-                    |pid| CellValue::number(pid.into(), pid.to_string()),
+                    || TopCellValue::text("-"),
+                    |pid| TopCellValue::number(pid.into(), pid.to_string()),
                 ),
-                CellValue::text(if sum.whose.pid.is_none() {
+                TopCellValue::text(if sum.whose.pid.is_none() {
                     "[unknown]"
                 } else {
                     sum.process
                 }),
-                CellValue::text(sum.hottest.map_or("", |(row, _)| &row.symbol)),
+                TopCellValue::text(sum.hottest.map_or("", |(row, _)| &row.symbol)),
             ];
-            TableRow {
+            TopTableRow {
                 whose: sum.whose,
                 ..sample_row(sum.weight, all, sum.samples, more)
             }
         };
         let more = [
-            column("In kernel", 9, ColumnKind::Count),
-            column("PID", 7, ColumnKind::Id),
-            column("Process", 16, ColumnKind::Text),
-            column("Hottest function", 0, ColumnKind::Text),
+            column("In kernel", 9, TopColumnKind::Count),
+            column("PID", 7, TopColumnKind::Id),
+            column("Process", 16, TopColumnKind::Text),
+            column("Hottest function", 0, TopColumnKind::Text),
         ];
         sample_columns_and_rows(sums.into_values().map(row), more)
     }
 
-    fn vcpu_rows(&self, ui: &TopUiState) -> (Vec<TopTableColumn>, Vec<TableRow>) {
+    fn vcpu_rows(&self, ui: &TopUiState) -> (Vec<TopTableColumn>, Vec<TopTableRow>) {
         let row = |label: &str, v: &TopVcpuRow| {
             let cells = vec![
-                CellValue::number(v.vcpu.into(), v.vcpu.to_string()),
+                TopCellValue::number(v.vcpu.into(), v.vcpu.to_string()),
                 rate(cell(v, 0), percent),
                 rate(cell(v, 1), percent),
                 rate(cell(v, 2), whole),
                 rate(cell(v, 3), whole),
                 count(v.samples),
             ];
-            TableRow::of_vm(label, cells)
+            TopTableRow::of_vm(label, cells)
         };
         let columns = vec![
-            column("vCPU", 5, ColumnKind::Id),
-            column("Busy", 15, ColumnKind::Count),
-            column("Steal", 15, ColumnKind::Count),
-            column("Cycles/s", 20, ColumnKind::Count),
-            column("KVM exits/s", 15, ColumnKind::Count),
-            column("Samples", 10, ColumnKind::Count),
+            column("vCPU", 5, TopColumnKind::Id),
+            column("Busy", 15, TopColumnKind::Count),
+            column("Steal", 15, TopColumnKind::Count),
+            column("Cycles/s", 20, TopColumnKind::Count),
+            column("KVM exits/s", 15, TopColumnKind::Count),
+            column("Samples", 10, TopColumnKind::Count),
         ];
         let rows = self
             .seen(ui)
@@ -406,10 +406,10 @@ impl TopScreen {
         (columns, rows.collect())
     }
 
-    fn exit_rows(&self, ui: &TopUiState) -> (Vec<TopTableColumn>, Vec<TableRow>) {
+    fn exit_rows(&self, ui: &TopUiState) -> (Vec<TopTableColumn>, Vec<TopTableRow>) {
         let us = |ns: Option<u64>| match ns {
-            Some(ns) => CellValue::number(ns as f64, format!("{:.1}", ns as f64 / 1e3)),
-            None => CellValue::text("-"),
+            Some(ns) => TopCellValue::number(ns as f64, format!("{:.1}", ns as f64 / 1e3)),
+            None => TopCellValue::text("-"),
         };
         let mut rows = Vec::new();
         for (label, vm) in self.seen(ui) {
@@ -423,54 +423,54 @@ impl TopScreen {
             });
             rows.extend(exits.into_iter().map(|exit| {
                 let cells = vec![
-                    CellValue::text(if exit.kvm { "KVM" } else { "Perfvisor" }),
-                    CellValue::text(exit.what.clone()),
-                    CellValue::number(exit.per_second, format!("{:.1}", exit.per_second)),
+                    TopCellValue::text(if exit.kvm { "KVM" } else { "Perfvisor" }),
+                    TopCellValue::text(exit.what.clone()),
+                    TopCellValue::number(exit.per_second, format!("{:.1}", exit.per_second)),
                     exit.time_share.map_or_else(
-                        || CellValue::text("-"),
-                        |share| CellValue::number(share, format!("{:.2}%", 100.0 * share)),
+                        || TopCellValue::text("-"),
+                        |share| TopCellValue::number(share, format!("{:.2}%", 100.0 * share)),
                     ),
                     us(exit.mean_ns),
                     us(exit.longest_ns),
                 ];
-                TableRow::of_vm(label, cells)
+                TopTableRow::of_vm(label, cells)
             }));
         }
         let columns = vec![
-            column("Of", 9, ColumnKind::Text),
-            column("Exits", 24, ColumnKind::Text),
-            column("A second", 12, ColumnKind::Count),
-            column("Time", 8, ColumnKind::Count),
-            column("Mean (us)", 10, ColumnKind::Count),
-            column("Max (us)", 10, ColumnKind::Count),
+            column("Of", 9, TopColumnKind::Text),
+            column("Exits", 24, TopColumnKind::Text),
+            column("A second", 12, TopColumnKind::Count),
+            column("Time", 8, TopColumnKind::Count),
+            column("Mean (us)", 10, TopColumnKind::Count),
+            column("Max (us)", 10, TopColumnKind::Count),
         ];
         (columns, rows)
     }
 
-    fn counter_rows(&self, ui: &TopUiState) -> (Vec<TopTableColumn>, Vec<TableRow>) {
+    fn counter_rows(&self, ui: &TopUiState) -> (Vec<TopTableColumn>, Vec<TopTableRow>) {
         let mut rows = Vec::new();
         for (label, vm) in self.seen(ui) {
             for view in &vm.views {
-                let its = view.counters.iter().map(|c| TableRow {
+                let its = view.counters.iter().map(|c| TopTableRow {
                     style: match state(c) {
                         "on" => Style::new().add_modifier(Modifier::BOLD),
                         _ => Style::new(),
                     },
-                    ..TableRow::of_vm(label, counter(view.vcpu, c))
+                    ..TopTableRow::of_vm(label, counter(view.vcpu, c))
                 });
                 rows.extend(its);
             }
         }
         let columns = vec![
-            column("vCPU", 5, ColumnKind::Id),
-            column("Counter", 8, ColumnKind::Text),
-            column("State", 8, ColumnKind::Text),
-            column("Event", 24, ColumnKind::Text),
-            column("Backing", 9, ColumnKind::Text),
-            column("Counted", 22, ColumnKind::Count),
-            column("Running", 8, ColumnKind::Count),
-            column("Overflows", 12, ColumnKind::Count),
-            column("PMIs asked", 12, ColumnKind::Count),
+            column("vCPU", 5, TopColumnKind::Id),
+            column("Counter", 8, TopColumnKind::Text),
+            column("State", 8, TopColumnKind::Text),
+            column("Event", 24, TopColumnKind::Text),
+            column("Backing", 9, TopColumnKind::Text),
+            column("Counted", 22, TopColumnKind::Count),
+            column("Running", 8, TopColumnKind::Count),
+            column("Overflows", 12, TopColumnKind::Count),
+            column("PMIs asked", 12, TopColumnKind::Count),
         ];
         (columns, rows)
     }
@@ -478,21 +478,26 @@ impl TopScreen {
 
 /// Creates a row of sampled data, with the share of the total weight, the number of samples, and
 /// further cells.
-fn sample_row(weight: f64, all: f64, samples: u64, more: impl IntoIterator<Item = CellValue>) -> TableRow {
+fn sample_row(
+    weight: f64,
+    all: f64,
+    samples: u64,
+    more: impl IntoIterator<Item = TopCellValue>,
+) -> TopTableRow {
     let cells = [share_of(weight, all), count(samples)].into_iter().chain(more);
-    TableRow::new(cells.collect())
+    TopTableRow::new(cells.collect())
 }
 
 /// Returns the columns and rows of sampled data in descending order of weight. The sort is stable.
 fn sample_columns_and_rows(
-    rows: impl Iterator<Item = TableRow>,
+    rows: impl Iterator<Item = TopTableRow>,
     more: impl IntoIterator<Item = TopTableColumn>,
-) -> (Vec<TopTableColumn>, Vec<TableRow>) {
+) -> (Vec<TopTableColumn>, Vec<TopTableRow>) {
     let first = [
-        column("Self", 8, ColumnKind::Count),
-        column("Samples", 10, ColumnKind::Count),
+        column("Self", 8, TopColumnKind::Count),
+        column("Samples", 10, TopColumnKind::Count),
     ];
-    let mut sheet = SortableTable {
+    let mut sheet = TopSortableTable {
         columns: first.into_iter().chain(more).collect(),
         rows: rows.collect(),
     };
@@ -512,39 +517,39 @@ fn whole(n: f64) -> String {
     thousands(rounded(n))
 }
 
-fn count(n: u64) -> CellValue {
-    CellValue::number(n as f64, thousands(n))
+fn count(n: u64) -> TopCellValue {
+    TopCellValue::number(n as f64, thousands(n))
 }
 
 /// Formats a number that KVM's own vPMU may not report.
-fn count_or_unknown(n: Option<u64>) -> CellValue {
-    n.map_or_else(|| CellValue::text("unknown"), count)
+fn count_or_unknown(n: Option<u64>) -> TopCellValue {
+    n.map_or_else(|| TopCellValue::text("unknown"), count)
 }
 
-fn share_of(part: f64, all: f64) -> CellValue {
+fn share_of(part: f64, all: f64) -> TopCellValue {
     match all > 0.0 {
-        true => CellValue::number(part / all, format!("{:.2}%", 100.0 * part / all)),
-        false => CellValue::text("-"),
+        true => TopCellValue::number(part / all, format!("{:.2}%", 100.0 * part / all)),
+        false => TopCellValue::text("-"),
     }
 }
 
-fn rate(cell: EventRateCell, show: impl Fn(f64) -> String) -> CellValue {
+fn rate(cell: EventRateCell, show: impl Fn(f64) -> String) -> TopCellValue {
     match cell {
-        EventRateCell::NotSupported => CellValue::text("<not supported>"),
-        EventRateCell::NotCounted => CellValue::text("<not counted>"),
-        EventRateCell::Rate { per_second, share } if share < 0.995 => CellValue::number(
+        EventRateCell::NotSupported => TopCellValue::text("<not supported>"),
+        EventRateCell::NotCounted => TopCellValue::text("<not counted>"),
+        EventRateCell::Rate { per_second, share } if share < 0.995 => TopCellValue::number(
             per_second,
             format!("{} ({:.0}%)", show(per_second), 100.0 * share),
         ),
-        EventRateCell::Rate { per_second, .. } => CellValue::number(per_second, show(per_second)),
+        EventRateCell::Rate { per_second, .. } => TopCellValue::number(per_second, show(per_second)),
     }
 }
 
 /// Formats a rate for a narrow column. The text is `-` if the event was not counted.
-fn narrow_rate(cell: EventRateCell, show: impl Fn(f64) -> String) -> CellValue {
+fn narrow_rate(cell: EventRateCell, show: impl Fn(f64) -> String) -> TopCellValue {
     match cell {
-        EventRateCell::NotSupported | EventRateCell::NotCounted => CellValue::text("-"),
-        EventRateCell::Rate { per_second, .. } => CellValue::number(per_second, show(per_second)),
+        EventRateCell::NotSupported | EventRateCell::NotCounted => TopCellValue::text("-"),
+        EventRateCell::Rate { per_second, .. } => TopCellValue::number(per_second, show(per_second)),
     }
 }
 
@@ -558,28 +563,28 @@ fn state(c: &GuestCounter) -> &'static str {
 }
 
 /// Formats the row of a guest counter.
-fn counter(vcpu: u32, c: &GuestCounter) -> Vec<CellValue> {
+fn counter(vcpu: u32, c: &GuestCounter) -> Vec<TopCellValue> {
     let backing = c.backing.as_deref().unwrap_or("-");
     // The value of an unbacked counter is the value written by the guest, not a count.
     let counted = match backing {
-        "none" => CellValue::text("<not supported>"),
-        "-" => CellValue::text("-"),
+        "none" => TopCellValue::text("<not supported>"),
+        "-" => TopCellValue::text("-"),
         _ => count_or_unknown(c.counted),
     };
     let share = match (c.enabled_ns, c.running_ns) {
-        (Some(0), _) => CellValue::text("-"),
+        (Some(0), _) => TopCellValue::text("-"),
         (Some(enabled), Some(running)) => {
             let share = running as f64 / enabled as f64;
-            CellValue::number(share, format!("{:.1}%", 100.0 * share))
+            TopCellValue::number(share, format!("{:.1}%", 100.0 * share))
         }
-        _ => CellValue::text("unknown"),
+        _ => TopCellValue::text("unknown"),
     };
     vec![
-        CellValue::number(vcpu.into(), vcpu.to_string()),
-        CellValue::text(one_line(&c.counter)),
-        CellValue::text(state(c)),
-        CellValue::text(c.event.as_deref().map_or_else(|| "-".to_owned(), one_line)),
-        CellValue::text(match c.fallback {
+        TopCellValue::number(vcpu.into(), vcpu.to_string()),
+        TopCellValue::text(one_line(&c.counter)),
+        TopCellValue::text(state(c)),
+        TopCellValue::text(c.event.as_deref().map_or_else(|| "-".to_owned(), one_line)),
+        TopCellValue::text(match c.fallback {
             true => format!("{} (fallback)", one_line(backing)),
             false => one_line(backing),
         }),

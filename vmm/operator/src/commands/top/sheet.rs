@@ -10,7 +10,7 @@ use ratatui::widgets::{Row, Table};
 
 /// The type of a column, which determines the sort order.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum ColumnKind {
+pub enum TopColumnKind {
     /// Text, in alphabetical order.
     Text,
     /// Identifying numbers, in ascending order.
@@ -27,17 +27,17 @@ pub struct TopTableColumn {
     /// Width in characters; 0 for the remaining width.
     pub width: u16,
     /// Type of the column's values.
-    pub kind: ColumnKind,
+    pub kind: TopColumnKind,
 }
 
 /// A cell with its text, and its sort key if it is a number.
 #[derive(Clone, Debug)]
-pub struct CellValue {
+pub struct TopCellValue {
     text: String,
     number: Option<f64>,
 }
 
-impl CellValue {
+impl TopCellValue {
     /// Creates a text cell.
     pub fn text(text: impl Into<String>) -> Self {
         let text = text.into();
@@ -53,7 +53,7 @@ impl CellValue {
 
 /// The VM and process that a row belongs to.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct RowOwner {
+pub struct TopRowOwner {
     /// Label of the VM.
     pub vm: String,
     /// Process ID in the guest.
@@ -62,29 +62,29 @@ pub struct RowOwner {
 
 /// A row of a table.
 #[derive(Clone, Debug)]
-pub struct TableRow {
+pub struct TopTableRow {
     /// Cells, one per column.
-    pub cells: Vec<CellValue>,
+    pub cells: Vec<TopCellValue>,
     /// Style of the row on a terminal.
     pub style: Style,
     /// VM and process of the row.
-    pub whose: RowOwner,
+    pub whose: TopRowOwner,
 }
 
-impl TableRow {
+impl TopTableRow {
     /// Creates a row in the default style that belongs to no VM.
-    pub fn new(cells: Vec<CellValue>) -> Self {
+    pub fn new(cells: Vec<TopCellValue>) -> Self {
         Self {
             cells,
             style: Style::new(),
-            whose: RowOwner::default(),
+            whose: TopRowOwner::default(),
         }
     }
 
     /// Creates a row in the default style that belongs to the VM `label`.
-    pub fn of_vm(label: &str, cells: Vec<CellValue>) -> Self {
+    pub fn of_vm(label: &str, cells: Vec<TopCellValue>) -> Self {
         Self {
-            whose: RowOwner {
+            whose: TopRowOwner {
                 vm: label.to_owned(),
                 pid: None,
             },
@@ -95,21 +95,21 @@ impl TableRow {
 
 /// A table of columns and rows.
 #[derive(Clone, Debug)]
-pub struct SortableTable {
+pub struct TopSortableTable {
     /// Columns of the table.
     pub columns: Vec<TopTableColumn>,
     /// Rows of the table.
-    pub rows: Vec<TableRow>,
+    pub rows: Vec<TopTableRow>,
 }
 
-impl SortableTable {
+impl TopSortableTable {
     /// Keeps only the rows that contain `text` in any cell, ignoring case.
     pub fn search(&mut self, text: &str) {
         if text.is_empty() {
             return;
         }
         let text = text.to_lowercase();
-        let has = |row: &TableRow| {
+        let has = |row: &TopTableRow| {
             row.cells
                 .iter()
                 .any(|cell| cell.text.to_lowercase().contains(&text))
@@ -123,7 +123,7 @@ impl SortableTable {
             self.rows.sort_by(|a, b| {
                 let (a, b) = (&a.cells[at], &b.cells[at]);
                 match (a.number, b.number) {
-                    (Some(a), Some(b)) if kind == ColumnKind::Count => b.total_cmp(&a),
+                    (Some(a), Some(b)) if kind == TopColumnKind::Count => b.total_cmp(&a),
                     (Some(a), Some(b)) => a.total_cmp(&b),
                     // Cells without a number sort last.
                     (Some(_), None) => Ordering::Less,
@@ -147,8 +147,8 @@ impl SortableTable {
             for (column, cell) in self.columns.iter().zip(row) {
                 let width = usize::from(column.width);
                 let _ = match column.kind {
-                    ColumnKind::Text => write!(line, " {cell:<width$}"),
-                    ColumnKind::Id | ColumnKind::Count => write!(line, " {cell:>width$}"),
+                    TopColumnKind::Text => write!(line, " {cell:<width$}"),
+                    TopColumnKind::Id | TopColumnKind::Count => write!(line, " {cell:>width$}"),
                 };
             }
             out.push_str(line.trim_end());
@@ -172,11 +172,11 @@ impl SortableTable {
     /// Creates the terminal widget for up to `room` rows, starting with row `offset`. Highlights
     /// the row `cursor` and the title of the column `sorted`.
     pub fn table(&self, offset: usize, room: usize, cursor: usize, sorted: Option<usize>) -> Table<'static> {
-        let line = |kind: ColumnKind, text: &str| {
+        let line = |kind: TopColumnKind, text: &str| {
             let line = Line::from(text.to_owned());
             match kind {
-                ColumnKind::Text => line,
-                ColumnKind::Id | ColumnKind::Count => line.right_aligned(),
+                TopColumnKind::Text => line,
+                TopColumnKind::Id | TopColumnKind::Count => line.right_aligned(),
             }
         };
         let title = |(at, column): (usize, &TopTableColumn)| {
@@ -188,7 +188,7 @@ impl SortableTable {
             }
         };
         let header = Row::new(self.columns.iter().enumerate().map(title));
-        let row = |(at, row): (usize, &TableRow)| {
+        let row = |(at, row): (usize, &TopTableRow)| {
             let cells = row.cells.iter().zip(&self.columns);
             let cells = cells.map(|(cell, column)| line(column.kind, &cell.text));
             let style = if at == cursor {

@@ -3,7 +3,7 @@
 use ratatui::crossterm::event::{KeyCode, KeyEvent, KeyModifiers, MouseButton, MouseEvent, MouseEventKind};
 use ratatui::layout::{Position, Rect};
 
-use super::sheet::RowOwner;
+use super::sheet::TopRowOwner;
 
 /// Maximum length of the search text, in characters.
 const MAX_SEARCH_CHARS: usize = 60;
@@ -82,7 +82,7 @@ pub struct ScreenAreas {
     /// Area of the rows.
     pub rows: Rect,
     /// VM and process of each table row, by row index.
-    pub whose: Vec<RowOwner>,
+    pub whose: Vec<TopRowOwner>,
 }
 
 /// State of the user interface: selected view, filters, search and cursors.
@@ -102,7 +102,7 @@ pub struct TopUiState {
     /// VM whose rows are displayed; `None` for all.
     pub vm: Option<String>,
     /// Process whose functions are displayed; `None` for all.
-    pub process: Option<RowOwner>,
+    pub process: Option<TopRowOwner>,
     /// Screen areas of the last drawing.
     pub drawn: ScreenAreas,
 }
@@ -369,7 +369,7 @@ mod tests {
     #[test]
     fn enter_opens_row_and_escape_returns() {
         let mut ui = TopUiState::new(true);
-        let whose = |vm: &str, pid| RowOwner { vm: vm.into(), pid };
+        let whose = |vm: &str, pid| TopRowOwner { vm: vm.into(), pid };
         ui.drawn.whose = vec![whose("a", None), whose("b", None)];
         press(&mut ui, KeyCode::Down);
         press(&mut ui, KeyCode::Enter);
@@ -392,7 +392,7 @@ mod tests {
             tabs: vec![Rect::new(0, 1, 8, 1), Rect::new(9, 1, 8, 1)],
             titles: vec![Rect::new(0, 2, 10, 1), Rect::new(11, 2, 10, 1)],
             rows: Rect::new(0, 3, 80, 10),
-            whose: vec![RowOwner::default(); 5],
+            whose: vec![TopRowOwner::default(); 5],
         };
         let click = |ui: &mut TopUiState, column, row| {
             let kind = MouseEventKind::Down(MouseButton::Left);

@@ -12,13 +12,13 @@ use std::time::{Duration, Instant};
 use control_api::migration::{MigrationSource, boot_id};
 use operator::commands::one_line;
 use operator::signals::BlockedSignals;
-use perf_core::pmu::host::HostProbe;
+use perf_core::pmu::host::HostPerfCapabilities;
 use serde_json::Value;
 use snapshot::format::optional_field;
 use snapshot::state::SavedMachine;
 use snapshot::stream::{
     self, MAX_ROUNDS, METADATA_FIELD, MigrationDestination, MigrationHello, MigrationMessageReader,
-    MigrationStreamError, StreamMessage, read_preamble,
+    MigrationStreamError, MigrationStreamMessage, read_preamble,
 };
 use vmm::kvm::host::Kvm;
 use vmm::memory::GuestRam;
@@ -27,7 +27,7 @@ use vmm::vm::restore::{RestoredMachine, RestoredMemory};
 
 use super::super::machine::restored_config;
 use super::super::restore::machine_args;
-use super::{Arrival, IncomingError, Reply, Requester, check_devices};
+use super::{Arrival, IncomingMigrationError, Reply, Requester, check_devices};
 use crate::cli::RunArgs;
 
 /// Timeout for each message from the source process.
@@ -67,7 +67,7 @@ impl IncomingStream {
         read_preamble(&mut buffered, read)?;
         let mut reader = MigrationMessageReader::new(buffered);
         let mut hello = match reader.receive()? {
-            StreamMessage::Hello(hello) => hello,
+            MigrationStreamMessage::Hello(hello) => hello,
             _ => return Err(MigrationStreamError::Preamble),
         };
         // Remove control characters from the name, because it is used in one-line messages.
@@ -83,26 +83,26 @@ impl IncomingStream {
     /// Receives the VM, whose memory the source sends while the VM is still running.
     ///
     /// # Errors
-    /// Returns an [`IncomingError`]. In this case the VM continues in the source process.
+    /// Returns an [`IncomingMigrationError`]. In this case the VM continues in the source process.
     pub(super) fn receive(
         mut self,
         args: &RunArgs,
         kvm: &Kvm,
-        probe: &HostProbe,
+        probe: &HostPerfCapabilities,
         signals: &BlockedSignals,
-    ) -> Result<(RunArgs, RestoredMachine, Arrival), IncomingError> {
+    ) -> Result<(RunArgs, RestoredMachine, Arrival), IncomingMigrationError> {
         let machine = self.receive_machine()?;
         let restored = machine_args(args, &machine)?;
         if restored.memory != self.hello.memory_bytes {
-            return Err(IncomingError::Unexpected);
+            return Err(IncomingMigrationError::Unexpected);
         }
         check_devices(&restored, &machine)?;
         let config = restored_config(&restored, kvm, probe, Some(&machine));
-        let config = config.map_err(|e| IncomingError::Config(Box::new(e)))?;
-        check_host(kvm, &config, &machine).map_err(IncomingError::Host)?;
+        let config = config.map_err(|e| IncomingMigrationError::Config(Box::new(e)))?;
+        check_host(kvm, &config, &machine).map_err(IncomingMigrationError::Host)?;
         let ram = GuestRam::new(self.hello.memory_bytes)?;
         self.reader.set_memory_bytes(ram.size_bytes());
-        self.send(&StreamMessage::Accepted)?;
+        self.send(&MigrationStreamMessage::Accepted)?;
         let received_at = Instant::now();
         let (state, bytes) = self.receive_rounds(&ram, signals)?;
         log::info!(
@@ -112,7 +112,7 @@ impl IncomingStream {
             received_at.elapsed().as_secs_f64()
         );
         if state.memory.bytes != ram.size_bytes() {
-            return Err(IncomingError::Unexpected);
+            return Err(IncomingMigrationError::Unexpected);
         }
         let restored = machine_args(args, &state)?;
         let machine = RestoredMachine {
@@ -123,10 +123,10 @@ impl IncomingStream {
         Ok((restored, machine, Arrival::Stream(Box::new(self))))
     }
 
-    fn receive_machine(&mut self) -> Result<SavedMachine, IncomingError> {
+    fn receive_machine(&mut self) -> Result<SavedMachine, IncomingMigrationError> {
         match self.reader.receive()? {
-            StreamMessage::Machine(state) => Ok(snapshot::decode(state)?),
-            _ => Err(IncomingError::Unexpected),
+            MigrationStreamMessage::Machine(state) => Ok(snapshot::decode(state)?),
+            _ => Err(IncomingMigrationError::Unexpected),
         }
     }
 
@@ -136,46 +136,46 @@ impl IncomingStream {
         &mut self,
         ram: &GuestRam,
         signals: &BlockedSignals,
-    ) -> Result<(SavedMachine, u64), IncomingError> {
-        let write = |offset, data: &[u8]| ram.write_at(offset, data).map_err(IncomingError::Memory);
+    ) -> Result<(SavedMachine, u64), IncomingMigrationError> {
+        let write = |offset, data: &[u8]| ram.write_at(offset, data).map_err(IncomingMigrationError::Memory);
         let (mut rounds, mut in_round, mut all) = (0, 0u64, 0u64);
         for frames in 1u64.. {
             if frames.is_multiple_of(SIGNAL_CHECK_FRAMES) && signals.is_stop_pending() {
-                return Err(IncomingError::Stopped);
+                return Err(IncomingMigrationError::Stopped);
             }
             let bytes = match self.reader.receive()? {
-                StreamMessage::Pages { offset, data } => {
+                MigrationStreamMessage::Pages { offset, data } => {
                     write(offset, data)?;
                     data.len() as u64
                 }
-                StreamMessage::Zeros { offset, bytes } => {
+                MigrationStreamMessage::Zeros { offset, bytes } => {
                     write(offset, &vec![0; usize::try_from(bytes).unwrap_or(0)])?;
                     bytes
                 }
-                StreamMessage::RoundEnd => {
+                MigrationStreamMessage::RoundEnd => {
                     (rounds, in_round) = (rounds + 1, 0);
                     if rounds > MAX_ROUNDS {
-                        return Err(IncomingError::Unexpected);
+                        return Err(IncomingMigrationError::Unexpected);
                     }
-                    self.send(&StreamMessage::Received)?;
+                    self.send(&MigrationStreamMessage::Received)?;
                     0
                 }
-                StreamMessage::State(state) => {
+                MigrationStreamMessage::State(state) => {
                     self.metadata = optional_field(state, METADATA_FIELD)?;
                     return Ok((snapshot::decode(state)?, all));
                 }
-                _ => return Err(IncomingError::Unexpected),
+                _ => return Err(IncomingMigrationError::Unexpected),
             };
             in_round += bytes;
             all += bytes;
             if in_round > ram.size_bytes() {
-                return Err(IncomingError::Unexpected);
+                return Err(IncomingMigrationError::Unexpected);
             }
         }
-        Err(IncomingError::Unexpected)
+        Err(IncomingMigrationError::Unexpected)
     }
 
-    fn send(&mut self, message: &StreamMessage<'_>) -> Result<(), MigrationStreamError> {
+    fn send(&mut self, message: &MigrationStreamMessage<'_>) -> Result<(), MigrationStreamError> {
         stream::send(self.reader.stream().get_mut(), message)
     }
 
@@ -203,12 +203,12 @@ impl IncomingStream {
     /// in the source process.
     ///
     /// # Errors
-    /// Returns an [`IncomingError`]. In this case the VM must not run here.
-    pub(super) fn wait_for_run(&mut self) -> Result<bool, IncomingError> {
-        self.send(&StreamMessage::Ready)?;
+    /// Returns an [`IncomingMigrationError`]. In this case the VM must not run here.
+    pub(super) fn wait_for_run(&mut self) -> Result<bool, IncomingMigrationError> {
+        self.send(&MigrationStreamMessage::Ready)?;
         match self.reader.receive()? {
-            StreamMessage::Run { paused } => Ok(paused),
-            _ => Err(IncomingError::Unexpected),
+            MigrationStreamMessage::Run { paused } => Ok(paused),
+            _ => Err(IncomingMigrationError::Unexpected),
         }
     }
 
@@ -218,7 +218,7 @@ impl IncomingStream {
             name: name.to_owned(),
             pid: sandbox::host_pid(),
         };
-        if let Err(e) = self.send(&StreamMessage::Running(arrival)) {
+        if let Err(e) = self.send(&MigrationStreamMessage::Running(arrival)) {
             log::warn!(
                 "the other side does not know that {} runs here, and keeps it paused: {}",
                 self.hello.name,
@@ -231,7 +231,7 @@ impl IncomingStream {
 /// Reports to the source, over `stream`, that this process does not run the VM, with the reason
 /// `why`.
 pub(super) fn refuse(stream: &mut UnixStream, why: &str) -> Result<(), MigrationStreamError> {
-    stream::send(stream, &StreamMessage::Failed(why.to_owned()))?;
+    stream::send(stream, &MigrationStreamMessage::Failed(why.to_owned()))?;
     // Close only the sending direction, because closing a connection with unread data may lose the
     // message.
     stream.shutdown(Shutdown::Write)?;

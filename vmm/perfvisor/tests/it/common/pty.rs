@@ -31,7 +31,8 @@ pub fn pseudo_terminal() -> (OwnedFd, OwnedFd) {
     (master.into(), unsafe { OwnedFd::from_raw_fd(slave) })
 }
 
-/// Runs a shell script as the leader of a session on a new terminal. Returns the shell and the master.
+/// Runs a shell script as the leader of a session on a new terminal. Returns the shell and the
+/// master.
 pub fn shell_on_terminal(script: &str, runtime: &Path) -> (Child, File) {
     let (master, slave) = pseudo_terminal();
     let mut shell = Command::new("/bin/sh");

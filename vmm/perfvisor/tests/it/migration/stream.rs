@@ -7,7 +7,7 @@ use std::os::unix::net::UnixStream;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::JoinHandle;
 
-use snapshot::stream::{MigrationHello, MigrationMessageReader, PREAMBLE, StreamMessage, send};
+use snapshot::stream::{MigrationHello, MigrationMessageReader, MigrationStreamMessage, PREAMBLE, send};
 
 use super::*;
 use crate::common::vm::{assert_contains, cpu_time, refusal};
@@ -124,13 +124,15 @@ fn receive_slowly(listener: &UnixListener) -> u32 {
     let mut rounds = 0;
     loop {
         let answer = match reader.receive() {
-            Ok(StreamMessage::Machine(_)) => StreamMessage::Accepted,
-            Ok(StreamMessage::RoundEnd) => {
+            Ok(MigrationStreamMessage::Machine(_)) => MigrationStreamMessage::Accepted,
+            Ok(MigrationStreamMessage::RoundEnd) => {
                 std::thread::sleep(Duration::from_millis(10));
                 rounds += 1;
-                StreamMessage::Received
+                MigrationStreamMessage::Received
             }
-            Ok(StreamMessage::State(_)) => StreamMessage::Failed("it is too slow".to_owned()),
+            Ok(MigrationStreamMessage::State(_)) => {
+                MigrationStreamMessage::Failed("it is too slow".to_owned())
+            }
             Ok(_) => continue,
             Err(_) => return rounds,
         };
@@ -444,8 +446,14 @@ fn killed_ctl_leaves_a_running_vm() {
     let mut reader = MigrationMessageReader::new(&stream);
     let mut preamble = [0; PREAMBLE.len()];
     (&stream).read_exact(&mut preamble).unwrap();
-    assert!(matches!(reader.receive().unwrap(), StreamMessage::Hello(_)));
-    assert!(matches!(reader.receive().unwrap(), StreamMessage::Machine(_)));
+    assert!(matches!(
+        reader.receive().unwrap(),
+        MigrationStreamMessage::Hello(_)
+    ));
+    assert!(matches!(
+        reader.receive().unwrap(),
+        MigrationStreamMessage::Machine(_)
+    ));
     // Another client cannot move the VM at the same time.
     let (status, text) =
         said(
@@ -457,9 +465,12 @@ fn killed_ctl_leaves_a_running_vm() {
         status == Some(2) && text.contains("the VM is being moved already"),
         "{text}"
     );
-    send(&mut &stream, &StreamMessage::Accepted).unwrap();
+    send(&mut &stream, &MigrationStreamMessage::Accepted).unwrap();
     reader.set_memory_bytes(1 << 40);
-    assert!(matches!(reader.receive().unwrap(), StreamMessage::Pages { .. }));
+    assert!(matches!(
+        reader.receive().unwrap(),
+        MigrationStreamMessage::Pages { .. }
+    ));
     drop(ctl);
     source.assert_goes_on();
     drop((stream, listener));
@@ -497,15 +508,15 @@ fn hostile_stream_is_refused_in_one_line() {
         boot_id: String::new(),
         memory_bytes: 1 << 60,
     };
-    send(&mut stream, &StreamMessage::Hello(hello)).unwrap();
+    send(&mut stream, &MigrationStreamMessage::Hello(hello)).unwrap();
     let machine = snapshot::SavedMachine::default();
     send(
         &mut stream,
-        &StreamMessage::Machine(&snapshot::encode(&machine).unwrap()),
+        &MigrationStreamMessage::Machine(&snapshot::encode(&machine).unwrap()),
     )
     .unwrap();
     let mut reader = MigrationMessageReader::new(stream);
-    let StreamMessage::Failed(why) = reader.receive().unwrap() else {
+    let MigrationStreamMessage::Failed(why) = reader.receive().unwrap() else {
         panic!("it is accepted");
     };
     assert!(why.contains("the source sends something else than a VM"), "{why}");

@@ -52,7 +52,7 @@ fn rows(host: &HostProperties, answer: impl Fn(ArchEvent, &str, Option<u64>) -> 
     // The host's view has no counters, so only the guest's counts are judged.
     let mut guest = measuring(&hello(2), &results, Vec::new());
     let mut on_row = |_: &ValidationRow| ();
-    let mut rows = RowCollector::new(&mut on_row);
+    let mut rows = ValidationRowCollector::new(&mut on_row);
     builtin.exact_rows(&mut guest, &mut rows).unwrap();
     rows.into_vec()
 }
@@ -154,7 +154,7 @@ fn host_without_stepping_has_one_row() {
         signals: &signals,
     };
     let mut on_row = |_: &ValidationRow| ();
-    let mut rows = RowCollector::new(&mut on_row);
+    let mut rows = ValidationRowCollector::new(&mut on_row);
     builtin.exact(&mut rows).unwrap();
     let rows = rows.into_vec();
     assert_eq!(rows.len(), 1);

@@ -11,7 +11,7 @@ fn row(of_time: bool, verdict: Verdict) -> ValidationRow {
     ValidationRow {
         of_time,
         verdict,
-        ..ValidationRow::new(CheckKind::Counting, "cycles", "clock", "busy")
+        ..ValidationRow::new(ValidationCheckKind::Counting, "cycles", "clock", "busy")
     }
 }
 

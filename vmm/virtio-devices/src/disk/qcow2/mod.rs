@@ -31,7 +31,7 @@ use vm_memory::{Address, Bytes, GuestMemoryMmap};
 use self::claims::{Qcow2FormatError, Qcow2Header};
 use super::config::{BackingFile, DiskFormat};
 use super::open::{DiskOpenError, FileLock, LockedFile, open};
-use super::raw::GuestSegment;
+use super::raw::GuestMemorySegment;
 
 /// Maximum amount of data in the buffer between `imago` and guest memory, in bytes.
 const BUFFER_BYTES: usize = 1 << 20;
@@ -142,7 +142,7 @@ impl Qcow2 {
     /// # Errors
     /// Returns the error of the host or of the image format, or `InvalidInput` if `pieces` are
     /// outside guest RAM.
-    pub fn read(&self, memory: &GuestMemoryMmap, pieces: &[GuestSegment], at: u64) -> io::Result<()> {
+    pub fn read(&self, memory: &GuestMemoryMmap, pieces: &[GuestMemorySegment], at: u64) -> io::Result<()> {
         self.with(|image, buffer| {
             let mut guest = SegmentCursor { pieces, done: 0 };
             for (at, count) in split_range(at, length(pieces)) {
@@ -166,7 +166,7 @@ impl Qcow2 {
     ///
     /// # Errors
     /// Returns the same errors as [`Qcow2::read`].
-    pub fn write(&self, memory: &GuestMemoryMmap, pieces: &[GuestSegment], at: u64) -> io::Result<()> {
+    pub fn write(&self, memory: &GuestMemoryMmap, pieces: &[GuestMemorySegment], at: u64) -> io::Result<()> {
         self.with(|image, buffer| {
             let mut guest = SegmentCursor { pieces, done: 0 };
             for (at, count) in split_range(at, length(pieces)) {
@@ -378,7 +378,7 @@ fn convert_error<T>(done: io::Result<T>) -> io::Result<T> {
     })
 }
 
-fn length(pieces: &[GuestSegment]) -> u64 {
+fn length(pieces: &[GuestMemorySegment]) -> u64 {
     pieces.iter().map(|(_, bytes)| *bytes as u64).sum()
 }
 
@@ -405,7 +405,7 @@ fn split_range(mut at: u64, bytes: u64) -> impl Iterator<Item = (u64, usize)> {
 
 /// Cursor over a list of guest memory segments.
 struct SegmentCursor<'p> {
-    pieces: &'p [GuestSegment],
+    pieces: &'p [GuestMemorySegment],
     /// Number of bytes that have been consumed from the first segment.
     done: usize,
 }

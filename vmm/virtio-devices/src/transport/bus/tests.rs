@@ -350,8 +350,8 @@ fn too_many_devices_or_queues_are_rejected() {
     };
     assert!(make(31, 1).is_ok());
     assert!(make(1, 255).is_ok());
-    assert!(matches!(make(32, 1), Err(BusError::TooManyDevices(32))));
-    assert!(matches!(make(1, 256), Err(BusError::TooManyQueues { .. })));
+    assert!(matches!(make(32, 1), Err(VirtioBusError::TooManyDevices(32))));
+    assert!(matches!(make(1, 256), Err(VirtioBusError::TooManyQueues { .. })));
 }
 
 /// Creates a guest with a running device. The device has returned 7 chains in its second queue.

@@ -8,15 +8,15 @@ use serde::Serialize;
 use serde_json::Value;
 use vpmu::EventFilter;
 
-use super::{Connection, ControlServer, FdSource, RequestOutcome, SocketAccess};
+use super::{Connection, ControlServer, ControlSocketAccess, FdSource, RequestOutcome};
 use crate::control::balloon;
 use crate::control::exits::{ExitCountSnapshot, ExitWatch};
 use crate::control::limits;
 use crate::control::metadata;
 use crate::control::rings::RingLayout;
-use crate::control::session::{EventSession, EventTargets, fail, role};
+use crate::control::session::{ControlClientEvents, VmEventTargets, fail, role};
 use crate::pmu::{KernelSearchProgress, VmPmu};
-use crate::vcpu::control::{RunState, VmStopReason};
+use crate::vcpu::control::{VmRunState, VmStopReason};
 use crate::vcpu::registry::VcpuRegistryError;
 use control_api::peer;
 use control_api::protocol::{
@@ -34,17 +34,17 @@ impl Connection {
     }
 
     fn joined(&mut self) -> Result<RequestOutcome, RequestError> {
-        let joined = self.events.as_mut().map(EventSession::joined);
+        let joined = self.events.as_mut().map(ControlClientEvents::joined);
         value(joined.unwrap_or_default())
     }
 
     fn read(&self) -> Result<RequestOutcome, RequestError> {
-        let read = self.events.as_ref().map(EventSession::read);
+        let read = self.events.as_ref().map(ControlClientEvents::read);
         value(read.unwrap_or_default())
     }
 
     fn ring_losses(&self) -> Result<RequestOutcome, RequestError> {
-        let losses = self.events.as_ref().map(EventSession::losses);
+        let losses = self.events.as_ref().map(ControlClientEvents::losses);
         value(losses.unwrap_or_default())
     }
 
@@ -73,15 +73,15 @@ fn event_targets(
     whole: bool,
     vcpus: Option<&[u32]>,
     sampling: bool,
-) -> Result<EventTargets<'_>, RequestError> {
+) -> Result<VmEventTargets<'_>, RequestError> {
     match (whole, vcpus) {
-        (true, None) if !sampling => Ok(EventTargets::WholeVm),
+        (true, None) if !sampling => Ok(VmEventTargets::WholeVm),
         (true, _) => fail(
             RequestErrorKind::Invalid,
             "an event for the whole VM goes with neither vCPUs nor sampling",
         ),
-        (false, Some(these)) => Ok(EventTargets::Listed(these)),
-        (false, None) => Ok(EventTargets::EveryVcpu),
+        (false, Some(these)) => Ok(VmEventTargets::Listed(these)),
+        (false, None) => Ok(VmEventTargets::EveryVcpu),
     }
 }
 
@@ -92,7 +92,7 @@ impl ControlServer {
         call: Call,
     ) -> Result<RequestOutcome, RequestError> {
         let vm = &self.vm;
-        if connection.access == SocketAccess::Observers {
+        if connection.access == ControlSocketAccess::Observers {
             may_observe(&call)?;
         }
         match call {
@@ -233,7 +233,7 @@ impl ControlServer {
 
     fn powerdown(&self, connection: &Connection) -> Result<RequestOutcome, RequestError> {
         let vm = &self.vm;
-        if vm.control.state() != RunState::Running {
+        if vm.control.state() != VmRunState::Running {
             return fail(
                 RequestErrorKind::Invalid,
                 "only a running VM hears its power button",
@@ -310,14 +310,14 @@ impl ControlServer {
     }
 
     /// Returns the event session of the connection, which is created at the first call.
-    fn session<'a>(&self, connection: &'a mut Connection) -> &'a mut EventSession {
+    fn session<'a>(&self, connection: &'a mut Connection) -> &'a mut ControlClientEvents {
         let (vm, uid) = (&self.vm, connection.uid);
         let (uid, role) = match connection.access {
-            SocketAccess::Operators => (uid, role(uid)),
+            ControlSocketAccess::Operators => (uid, role(uid)),
             // Observers open events with the identity and role of the VM's user.
-            SocketAccess::Observers => (peer::own_uid(), SessionRole::Operator),
+            ControlSocketAccess::Observers => (peer::own_uid(), SessionRole::Operator),
         };
-        let new = || EventSession::new(vm.pmu.clone(), uid, role, vm.registry.clone());
+        let new = || ControlClientEvents::new(vm.pmu.clone(), uid, role, vm.registry.clone());
         connection.events.get_or_insert_with(new)
     }
 

@@ -28,8 +28,8 @@ impl ServedVm {
         let dir = tempfile::tempdir().unwrap();
         let socket = |name: &str| ControlSocket::bind_at(&dir.path().join(name), 0o600).unwrap();
         let sockets = vec![
-            (SocketAccess::Operators, socket("operators")),
-            (SocketAccess::Observers, socket("observers")),
+            (ControlSocketAccess::Operators, socket("operators")),
+            (ControlSocketAccess::Observers, socket("observers")),
         ];
         let mut manager = EventManager::new().unwrap();
         let server = manager.add_subscriber(ControlServer::new(Arc::new(control_target), sockets));
@@ -57,10 +57,10 @@ impl ServedVm {
         connections.values_mut().next().unwrap()
     }
 
-    fn connect(&mut self, access: SocketAccess) -> TestClient {
+    fn connect(&mut self, access: ControlSocketAccess) -> TestClient {
         let name = match access {
-            SocketAccess::Operators => "operators",
-            SocketAccess::Observers => "observers",
+            ControlSocketAccess::Operators => "operators",
+            ControlSocketAccess::Observers => "observers",
         };
         let stream = UnixStream::connect(self.dir.path().join(name)).unwrap();
         stream.set_nonblocking(true).unwrap();
@@ -73,7 +73,7 @@ impl ServedVm {
     }
 
     /// Connects a client and sends its hello.
-    fn greeted(&mut self, access: SocketAccess) -> TestClient {
+    fn greeted(&mut self, access: ControlSocketAccess) -> TestClient {
         let mut peer = self.connect(access);
         let reply = self.ask(&mut peer, &Call::Hello { protocol: PROTOCOL }).unwrap();
         assert_eq!(reply["protocol"], PROTOCOL);
@@ -163,7 +163,7 @@ fn invalid_request_closes_connection() {
         b"\xFF\xFE\n",
         &deep,
     ] {
-        let mut peer = served.greeted(SocketAccess::Operators);
+        let mut peer = served.greeted(ControlSocketAccess::Operators);
         let stop = b"{\"id\":9,\"call\":\"stop\"}\n";
         let replies = served.say(&mut peer, &[said, stop].concat());
         let text = String::from_utf8_lossy(&said[..said.len().min(60)]).into_owned();
@@ -199,7 +199,7 @@ fn first_request_must_be_hello_of_this_version() {
             "version 4294967295 of the protocol",
         ),
     ] {
-        let mut peer = served.connect(SocketAccess::Operators);
+        let mut peer = served.connect(ControlSocketAccess::Operators);
         let failure = served.ask(&mut peer, &call).unwrap_err();
         assert_eq!(failure.kind, RequestErrorKind::Protocol);
         assert!(failure.message.contains(said), "{call:?}: {failure}");
@@ -213,7 +213,7 @@ fn first_request_must_be_hello_of_this_version() {
 #[test]
 fn fragmented_request_is_accepted_up_to_limit() {
     let Some(mut served) = ServedVm::new() else { return };
-    let mut peer = served.greeted(SocketAccess::Operators);
+    let mut peer = served.greeted(ControlSocketAccess::Operators);
     let line = b"{\"id\":5,\"call\":\"status\"}\n";
     for byte in &line[..line.len() - 1] {
         assert!(served.say(&mut peer, &[*byte]).is_empty());
@@ -232,7 +232,7 @@ fn fragmented_request_is_accepted_up_to_limit() {
 #[test]
 fn client_above_request_rate_is_disconnected() {
     let Some(mut served) = ServedVm::new() else { return };
-    let mut peer = served.greeted(SocketAccess::Operators);
+    let mut peer = served.greeted(ControlSocketAccess::Operators);
     let long_ago = Instant::now().checked_sub(Duration::from_secs(60));
     if let Some(long_ago) = long_ago {
         let connection = served.only();
@@ -244,10 +244,12 @@ fn client_above_request_rate_is_disconnected() {
             "a minute's silence saves up no more than a burst"
         );
     }
-    let mut other = served.greeted(SocketAccess::Observers);
+    let mut other = served.greeted(ControlSocketAccess::Observers);
     // Disables the refill of the rate limit.
     let mut connections = served.server().connections.values_mut();
-    let connection = connections.find(|c| c.access == SocketAccess::Operators).unwrap();
+    let connection = connections
+        .find(|c| c.access == ControlSocketAccess::Operators)
+        .unwrap();
     (connection.tokens, connection.refilled) = (0.5, Instant::now() + Duration::from_secs(3600));
     let replies = served.say(&mut peer, b"{\"id\":5,\"call\":\"status\"}\n");
     let failure = replies[0].error.as_ref().unwrap();
@@ -267,7 +269,7 @@ fn requests_wait_while_replies_are_unsent() {
     /// Number of requests that the test sends. Less than the burst limit.
     const MORE: u64 = 150;
     let Some(mut served) = ServedVm::new() else { return };
-    let mut peer = served.greeted(SocketAccess::Operators);
+    let mut peer = served.greeted(ControlSocketAccess::Operators);
     let ask = |served: &mut ServedVm, peer: &mut TestClient, id: u64| {
         served.only().tokens = REQUEST_BURST;
         let line = format!("{{\"id\":{id},\"call\":\"counts\"}}\n");
@@ -375,7 +377,7 @@ fn requests(a: u32, b: u64, words: &str) -> Vec<Call> {
 #[test]
 fn observer_may_only_count() {
     let Some(mut served) = ServedVm::new() else { return };
-    let mut observer = served.greeted(SocketAccess::Observers);
+    let mut observer = served.greeted(ControlSocketAccess::Observers);
     let mut calls = requests(0, 64, "cycles");
     calls.push(Call::Stop);
     let mut denied = Vec::new();
@@ -426,7 +428,7 @@ fn observer_may_only_count() {
 fn refused_request_keeps_connection_open() {
     use RequestErrorKind::{Invalid, Unsupported};
     let Some(mut served) = ServedVm::new() else { return };
-    let mut peer = served.greeted(SocketAccess::Operators);
+    let mut peer = served.greeted(ControlSocketAccess::Operators);
     let open = |events: &str, vcpus: Option<Vec<u32>>, whole| Call::Open {
         events: events.into(),
         vcpus,
@@ -494,7 +496,7 @@ fn refused_request_keeps_connection_open() {
 #[test]
 fn failed_event_list_leaves_no_event_open() {
     let Some(mut served) = ServedVm::new() else { return };
-    let mut peer = served.greeted(SocketAccess::Operators);
+    let mut peer = served.greeted(ControlSocketAccess::Operators);
     let open = |events: &str, stack_bytes: u32| Call::Open {
         events: events.into(),
         vcpus: None,
@@ -570,7 +572,7 @@ fn failed_event_list_leaves_no_event_open() {
 #[test]
 fn ended_vm_rejects_pause() {
     let Some(mut served) = ServedVm::new() else { return };
-    let mut peer = served.greeted(SocketAccess::Operators);
+    let mut peer = served.greeted(ControlSocketAccess::Operators);
     assert_eq!(served.ask(&mut peer, &Call::Pause).unwrap()["state"], "paused");
     assert_eq!(served.ask(&mut peer, &Call::Resume).unwrap()["state"], "running");
     assert_eq!(served.ask(&mut peer, &Call::Stop).unwrap()["state"], "stopped");
@@ -590,22 +592,22 @@ fn ended_vm_rejects_pause() {
 fn full_server_refuses_new_connections() {
     let Some(mut served) = ServedVm::new() else { return };
     let mut observers: Vec<TestClient> = (0..MAX_OBSERVERS)
-        .map(|_| served.greeted(SocketAccess::Observers))
+        .map(|_| served.greeted(ControlSocketAccess::Observers))
         .collect();
     let refused = |peer: &mut TestClient| {
         let replies = peer.replies();
         let failure = replies.first().and_then(|reply| reply.error.clone());
         (peer.is_closed(), failure.map(|failure| failure.kind))
     };
-    let mut late = served.connect(SocketAccess::Observers);
+    let mut late = served.connect(ControlSocketAccess::Observers);
     assert_eq!(refused(&mut late), (true, Some(RequestErrorKind::Limit)));
-    let mut operator = served.greeted(SocketAccess::Operators);
+    let mut operator = served.greeted(ControlSocketAccess::Operators);
     served.ask(&mut operator, &Call::Status).unwrap();
     drop(observers.pop());
     served.turn();
-    let mut silent = served.connect(SocketAccess::Observers);
+    let mut silent = served.connect(ControlSocketAccess::Observers);
     assert!(silent.replies().is_empty(), "there is room for it");
-    let mut next = served.greeted(SocketAccess::Observers);
+    let mut next = served.greeted(ControlSocketAccess::Observers);
     assert_eq!(refused(&mut silent), (true, Some(RequestErrorKind::Limit)));
     for peer in observers.iter_mut().chain([&mut next, &mut operator]) {
         served.ask(peer, &Call::Status).unwrap();
@@ -616,7 +618,7 @@ fn full_server_refuses_new_connections() {
 #[test]
 fn server_answers_any_request_sequence() {
     let Some(mut served) = ServedVm::new() else { return };
-    let other = served.greeted(SocketAccess::Observers);
+    let other = served.greeted(ControlSocketAccess::Observers);
     let words = prop::sample::select(vec![
         "cycles",
         "task-clock,cycles",
@@ -638,7 +640,7 @@ fn server_answers_any_request_sequence() {
     let mut runner = proptest::test_runner::TestRunner::new(ProptestConfig::with_cases(24));
     let ran = runner.run(&nth, |sequence| {
         let (served, other) = &mut *both.borrow_mut();
-        let mut peer = served.greeted(SocketAccess::Operators);
+        let mut peer = served.greeted(ControlSocketAccess::Operators);
         for (nth, a, b, words) in sequence {
             let calls = requests(a, b, words);
             // Any reply is valid if it has the request's number and the connection stays open.

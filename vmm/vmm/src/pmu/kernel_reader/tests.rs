@@ -80,7 +80,7 @@ fn as_a_child() {
         "it asked the host's kernel for what its seccomp filter forbids",
     ] {
         let failed = reader.read(&memory, &regs, &anchors).unwrap_err();
-        assert!(matches!(failed, KernelReadError::WorkerExit(_)), "{failed}");
+        assert!(matches!(failed, GuestKernelReadError::WorkerExit(_)), "{failed}");
         let line = failed.to_string();
         assert!(
             line.starts_with("cannot read the guest's kernel: ") && line.contains(why),
@@ -92,7 +92,10 @@ fn as_a_child() {
     let none = KernelAnchorRegisters::default();
     let failed = reader.read(&memory, &regs, &none).unwrap_err();
     assert!(
-        matches!(failed, KernelReadError::Ask(SearchError::NotFound(_))),
+        matches!(
+            failed,
+            GuestKernelReadError::Ask(KernelSearchRequestError::NotFound(_))
+        ),
         "{failed}"
     );
     finds();

@@ -63,7 +63,7 @@ fn condition(point: &HardwareBreakpoint) -> u64 {
 
 /// Requirements on KVM_SET_GUEST_DEBUG for the next entry.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct DebugRequest {
+pub struct EntryDebugState {
     /// `true` to stop after one instruction.
     pub step: bool,
     /// `true` if KVM steps the code at the current RIP without the trap flag.
@@ -86,7 +86,7 @@ pub struct GuestDebug {
     has_last: bool,
     /// Hardware breakpoints of the debugger; `None` if no debugger is attached.
     points: Option<Vec<HardwareBreakpoint>>,
-    set: DebugRequest,
+    set: EntryDebugState,
     /// `true` if `sites` and `points` have not changed since they were passed to KVM.
     told: bool,
 }
@@ -149,7 +149,7 @@ impl GuestDebug {
         &mut self,
         fd: &VcpuFd,
         regs: &kvm_regs,
-        want: DebugRequest,
+        want: EntryDebugState,
     ) -> Result<(), KvmIoctlError> {
         if self.told && want == self.set {
             return Ok(());
@@ -173,7 +173,7 @@ impl GuestDebug {
     ///
     /// # Errors
     /// Returns an error if a KVM call fails. A guest cannot cause such a failure.
-    pub fn apply(&mut self, fd: &VcpuFd, want: DebugRequest) -> Result<(), KvmIoctlError> {
+    pub fn apply(&mut self, fd: &VcpuFd, want: EntryDebugState) -> Result<(), KvmIoctlError> {
         let by_flag = want.step && !want.without_flag;
         if !by_flag && self.told && want == self.set {
             return Ok(());
@@ -214,7 +214,7 @@ impl GuestDebug {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::kvm::armed_vcpu::ArmedVcpu;
+    use crate::kvm::kickable_vcpu::KickableVcpu;
 
     /// A #DB replaces B0 to B3 of DR6. Other causes stay set until software clears them (SDM vol. 3
     /// §19.2.3).
@@ -269,7 +269,7 @@ mod tests {
             ..Default::default()
         };
         inject_guest_exception(&vcpu, &stop).unwrap();
-        let exit = format!("{:?}", ArmedVcpu::new(vcpu).run().why.unwrap());
+        let exit = format!("{:?}", KickableVcpu::new(vcpu).run().why.unwrap());
         assert_eq!(exit, "Hlt");
         let seen: u32 = memory.read_obj(GuestAddress(SEEN.into())).unwrap();
         assert_eq!(seen, 0xffff_4ff0, "{seen:#x}");

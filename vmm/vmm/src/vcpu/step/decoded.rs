@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use vpmu::exact::{MAX_RUN_BYTES, StepMeter, SteppedGuestMemory, StraightRun};
+use vpmu::exact::{MAX_RUN_BYTES, SingleStepMeter, SteppedGuestMemory, StraightLineCode};
 
 /// Minimum number of instructions in a straight-line run. The instructions of a shorter run are
 /// single-stepped, because a step costs less than a breakpoint.
@@ -17,7 +17,7 @@ pub(super) struct CurrentStraightRun {
     /// Linear address of the first instruction.
     pub(super) at: u64,
     /// Decoded instructions of the run.
-    pub(super) run: Arc<StraightRun>,
+    pub(super) run: Arc<StraightLineCode>,
     /// Number of instructions of `run` that are executed up to the breakpoint.
     pub(super) count: usize,
 }
@@ -26,7 +26,7 @@ pub(super) struct CurrentStraightRun {
 #[derive(Debug)]
 pub(super) enum CachedDecode {
     /// A straight-line run. Valid while its bytes in guest memory are unchanged.
-    Run(Arc<StraightRun>),
+    Run(Arc<StraightLineCode>),
     /// Code that has modified itself, so its instructions are single-stepped.
     SelfModifying,
 }
@@ -55,9 +55,9 @@ impl RunCache {
     pub(super) fn find(
         &mut self,
         at: u64,
-        meter: &mut StepMeter,
+        meter: &mut SingleStepMeter,
         memory: &mut dyn SteppedGuestMemory,
-    ) -> Option<Arc<StraightRun>> {
+    ) -> Option<Arc<StraightLineCode>> {
         let place = self.place(at);
         let mut code = [0; MAX_RUN_BYTES];
         match place {
@@ -78,7 +78,7 @@ impl RunCache {
 
     /// Marks the first `count` instructions of `run`, which starts at `at`, as self-modifying code,
     /// so that they are single-stepped.
-    pub(super) fn mark_self_modifying(&mut self, at: u64, run: &StraightRun, count: usize) {
+    pub(super) fn mark_self_modifying(&mut self, at: u64, run: &StraightLineCode, count: usize) {
         for n in 0..count {
             let at = at.wrapping_add(run.end_of(n) as u64);
             *self.place(at) = Some((at, CachedDecode::SelfModifying));

@@ -3,11 +3,11 @@
 
 use kvm_bindings::{KVM_MP_STATE_HALTED, KVM_VCPUEVENT_VALID_SHADOW, kvm_mp_state, kvm_vcpu_events};
 use vm_memory::{Bytes, GuestAddress, GuestMemoryBackend};
-use vpmu::exact::{StepOutcome, SteppedGuestMemory};
+use vpmu::exact::{SingleStepOutcome, SteppedGuestMemory};
 
-use super::debug::{DebugRequest, GuestDebug};
+use super::debug::{EntryDebugState, GuestDebug};
 use super::state::VcpuState;
-use super::stepper::{GateStopMethod, NMI, RFLAGS_IF, StepError, Stepper};
+use super::stepper::{GateStopMethod, NMI, RFLAGS_IF, SingleStepError, Stepper};
 use crate::kvm::stepping::BREAKPOINTS;
 use crate::kvm::vcpu_fd::VcpuFd;
 use guest_patching::finder::TRAP;
@@ -31,7 +31,7 @@ impl Stepper {
         state: &VcpuState,
         vectors: &[u8],
         debug: &GuestDebug,
-        want: &mut DebugRequest,
+        want: &mut EntryDebugState,
     ) {
         self.gates.watched.clear();
         let mut memory = LinearMemory::new(&self.memory, state);
@@ -78,7 +78,7 @@ impl Stepper {
         state: &VcpuState,
         events: &kvm_vcpu_events,
         between: bool,
-    ) -> Result<Option<u8>, StepError> {
+    ) -> Result<Option<u8>, SingleStepError> {
         if events.exception.injected != 0 || events.exception.pending != 0 {
             return Ok(Some(events.exception.nr));
         }
@@ -106,7 +106,7 @@ impl Stepper {
 
     /// Delays the next interrupt of the local APIC timer if the interrupt that is being delivered,
     /// `vector`, comes from the timer.
-    pub(super) fn pace_timer(&mut self, fd: &VcpuFd, vector: u8) -> Result<(), StepError> {
+    pub(super) fn pace_timer(&mut self, fd: &VcpuFd, vector: u8) -> Result<(), SingleStepError> {
         if vector >= FIRST_INTERRUPT {
             let lapic = fd.get_lapic()?;
             if is_timer(&lapic.regs, vector) {
@@ -122,7 +122,7 @@ impl Stepper {
         &mut self,
         fd: &VcpuFd,
         mut state: VcpuState,
-    ) -> Result<StepOutcome, StepError> {
+    ) -> Result<SingleStepOutcome, SingleStepError> {
         state.regs.rip = state.regs.rip.wrapping_add(1);
         state.regs.rflags |= RFLAGS_IF;
         fd.set_regs(&state.regs)?;
@@ -135,7 +135,11 @@ impl Stepper {
 
     /// Emulates HLT at CPL 0. KVM would skip or delay the halt during a step. At the next entry,
     /// the vCPU waits for an event.
-    pub(super) fn halt(&mut self, fd: &VcpuFd, mut state: VcpuState) -> Result<StepOutcome, StepError> {
+    pub(super) fn halt(
+        &mut self,
+        fd: &VcpuFd,
+        mut state: VcpuState,
+    ) -> Result<SingleStepOutcome, SingleStepError> {
         state.regs.rip = state.regs.rip.wrapping_add(1);
         fd.set_regs(&state.regs)?;
         let mut events = fd.get_vcpu_events()?;
@@ -154,7 +158,7 @@ impl Stepper {
     }
 }
 
-pub(super) fn is_halted(fd: &VcpuFd) -> Result<bool, StepError> {
+pub(super) fn is_halted(fd: &VcpuFd) -> Result<bool, SingleStepError> {
     let state = fd.get_mp_state()?;
     Ok(state.mp_state == KVM_MP_STATE_HALTED)
 }

@@ -33,11 +33,11 @@ use kvm_bindings::kvm_debug_exit_arch;
 use perf_core::guest_log;
 use vm_memory::{Bytes, GuestMemoryBackend};
 use vpmu::PrivilegeLevels;
-use vpmu::exact::{InstructionClass, RetiredCounts, StepOutcome, SteppedCpuState};
+use vpmu::exact::{InstructionClass, RetiredCounts, SingleStepOutcome, SteppedCpuState};
 
-use crate::kvm::armed_vcpu::ArmedVcpu;
+use crate::kvm::kickable_vcpu::KickableVcpu;
 use crate::kvm::vcpu_fd::VcpuFd;
-use debug::{DebugRequest, GuestDebug};
+use debug::{EntryDebugState, GuestDebug};
 use guest_patching::finder::TRAP;
 use guest_patching::linear_memory::LinearMemory;
 use interrupts::is_halted;
@@ -45,7 +45,7 @@ use state::{UnreadableMemory, VcpuState};
 use stepper::{
     CurrentStep, RFLAGS_IF, RFLAGS_TF, RedecodeReason, SteppingMode, UserCodeState, UserResumeMethod, apply,
 };
-pub use stepper::{StepError, StepStats, Stepper};
+pub use stepper::{SingleStepError, StepStats, Stepper};
 use system_calls::end_system_call;
 
 const STI: u8 = 0xfb;
@@ -64,7 +64,7 @@ pub enum VcpuStepAction {
     /// Enter the guest with KVM_RUN.
     Enter,
     /// Account for the step of an emulated instruction, and call [`Stepper::prepare`] again.
-    Executed(StepOutcome),
+    Executed(SingleStepOutcome),
 }
 
 impl Stepper {
@@ -73,8 +73,8 @@ impl Stepper {
     /// Must be called before overflows are checked.
     ///
     /// # Errors
-    /// Returns [`StepError`] if a KVM call fails.
-    pub fn settle(&mut self, fd: &VcpuFd) -> Result<Option<StepOutcome>, StepError> {
+    /// Returns [`SingleStepError`] if a KVM call fails.
+    pub fn settle(&mut self, fd: &VcpuFd) -> Result<Option<SingleStepOutcome>, SingleStepError> {
         if self.under_way.is_some() {
             let state = self.read(fd)?;
             return Ok((!self.cancel_unstarted_run(&state)).then(|| self.end(&state)));
@@ -95,14 +95,14 @@ impl Stepper {
     /// `room` returns the counts that may be added at CPL 0 before a counter overflows.
     ///
     /// # Errors
-    /// Returns [`StepError`] if a KVM call fails.
+    /// Returns [`SingleStepError`] if a KVM call fails.
     pub fn prepare(
         &mut self,
-        fd: &mut ArmedVcpu,
+        fd: &mut KickableVcpu,
         debug: &mut GuestDebug,
         levels: PrivilegeLevels,
         room: &dyn Fn() -> RetiredCounts,
-    ) -> Result<VcpuStepAction, StepError> {
+    ) -> Result<VcpuStepAction, SingleStepError> {
         let fresh = self.fresh.take();
         self.synced.want(fd, levels.any());
         if !levels.any() {
@@ -132,14 +132,14 @@ impl Stepper {
     }
 
     /// Stops stepping the vCPU.
-    fn rest(&mut self, fd: &VcpuFd, debug: &mut GuestDebug) -> Result<(), StepError> {
+    fn rest(&mut self, fd: &VcpuFd, debug: &mut GuestDebug) -> Result<(), SingleStepError> {
         if self.mode != SteppingMode::Rest {
             self.mode = SteppingMode::Rest;
             self.drop_step();
         }
-        let want = DebugRequest {
+        let want = EntryDebugState {
             watch: self.strays,
-            ..DebugRequest::default()
+            ..EntryDebugState::default()
         };
         apply(fd, debug, want)
     }
@@ -151,7 +151,7 @@ impl Stepper {
         levels: PrivilegeLevels,
         state: &VcpuState,
         room: &dyn Fn() -> RetiredCounts,
-    ) -> Result<VcpuStepAction, StepError> {
+    ) -> Result<VcpuStepAction, SingleStepError> {
         if state.cpl() != 0 {
             self.drop_step();
             if self.mode != SteppingMode::Emulated(UserCodeState::Runs) {
@@ -167,10 +167,10 @@ impl Stepper {
                 return self.halt(fd, *state).map(VcpuStepAction::Executed);
             }
         }
-        let mut want = DebugRequest {
+        let mut want = EntryDebugState {
             step: true,
             without_flag: true,
-            ..DebugRequest::default()
+            ..EntryDebugState::default()
         };
         if state.cpl() != 0 {
             debug.apply_without_flag(fd, &state.regs, want)?;
@@ -214,7 +214,7 @@ impl Stepper {
         fd: &VcpuFd,
         debug: &mut GuestDebug,
         state: VcpuState,
-    ) -> Result<VcpuStepAction, StepError> {
+    ) -> Result<VcpuStepAction, SingleStepError> {
         let events = fd.get_vcpu_events()?;
         let may_wait = self.mode == SteppingMode::All { may_wait: true };
         self.mode = SteppingMode::All { may_wait: false };
@@ -255,10 +255,10 @@ impl Stepper {
                 _ => {}
             }
         }
-        let mut want = DebugRequest {
+        let mut want = EntryDebugState {
             block_interrupts: true,
             step: true,
-            ..DebugRequest::default()
+            ..EntryDebugState::default()
         };
         if let Some(InstructionClass::Interrupt(vector)) = self.ahead() {
             want.step = false;
@@ -278,7 +278,7 @@ impl Stepper {
         debug: &mut GuestDebug,
         state: &VcpuState,
         vectors: &[u8],
-    ) -> Result<VcpuStepAction, StepError> {
+    ) -> Result<VcpuStepAction, SingleStepError> {
         // If the current instruction does not complete, it starts again after the handler.
         let cpu = state.cpu();
         self.meter.begin(&cpu, &mut UnreadableMemory);
@@ -287,7 +287,7 @@ impl Stepper {
             ahead: InstructionClass::Plain,
             after_kernel: None,
         });
-        let mut want = DebugRequest::default();
+        let mut want = EntryDebugState::default();
         self.watch_gates(state, vectors, debug, &mut want);
         apply(fd, debug, want)?;
         Ok(VcpuStepAction::Enter)
@@ -299,10 +299,10 @@ impl Stepper {
         fd: &VcpuFd,
         debug: &mut GuestDebug,
         state: &VcpuState,
-    ) -> Result<VcpuStepAction, StepError> {
-        let mut want = DebugRequest {
+    ) -> Result<VcpuStepAction, SingleStepError> {
+        let mut want = EntryDebugState {
             step: true,
-            ..DebugRequest::default()
+            ..EntryDebugState::default()
         };
         if state.cpl() == 0 {
             let SteppingMode::UserOnly(UserResumeMethod::Walked(walked)) = &mut self.mode else {
@@ -319,7 +319,7 @@ impl Stepper {
             // A stepped SYSRET stops only if the flags that it loads contain the trap flag.
             if self.code(state) == Some(SYSRETQ) && self.emulate_sysret(fd, *state)? {
                 self.drop_step();
-                return Ok(VcpuStepAction::Executed(StepOutcome::default()));
+                return Ok(VcpuStepAction::Executed(SingleStepOutcome::default()));
             }
             if too_far || self.ahead() == Some(InstructionClass::Halt) {
                 // The kernel waits for another task, so it is unknown which task returns to user
@@ -329,9 +329,9 @@ impl Stepper {
                 self.mode = SteppingMode::UserOnly(UserResumeMethod::Saved);
                 self.drop_step();
                 self.strays = true;
-                want = DebugRequest {
+                want = EntryDebugState {
                     watch: true,
-                    ..DebugRequest::default()
+                    ..EntryDebugState::default()
                 };
             } else {
                 want.block_interrupts = true;
@@ -381,12 +381,12 @@ impl Stepper {
     /// not cause the exit; the caller must then inject the exception into the guest.
     ///
     /// # Errors
-    /// Returns [`StepError`] if a KVM call fails.
+    /// Returns [`SingleStepError`] if a KVM call fails.
     pub fn stopped(
         &mut self,
-        fd: &mut ArmedVcpu,
+        fd: &mut KickableVcpu,
         stop: &kvm_debug_exit_arch,
-    ) -> Result<Option<StepOutcome>, StepError> {
+    ) -> Result<Option<SingleStepOutcome>, SingleStepError> {
         let state = match self.synced.take(fd) {
             Some(state) => state,
             None => self.read(fd)?,
@@ -413,10 +413,10 @@ impl Stepper {
             let mut regs = state.regs;
             regs.rflags &= !RFLAGS_TF;
             fd.set_regs(&regs)?;
-            return Ok(Some(StepOutcome::default()));
+            return Ok(Some(SingleStepOutcome::default()));
         }
         if self.is_in_kernel_uncounted(&state) {
-            return Ok(Some(StepOutcome::default()));
+            return Ok(Some(SingleStepOutcome::default()));
         }
         self.hide_trap_flag(&state);
         self.fresh = Some(state);
@@ -428,8 +428,8 @@ impl Stepper {
     /// `None` for any other write.
     ///
     /// # Errors
-    /// Returns [`StepError`] if a KVM call fails.
-    pub fn trapped(&mut self, fd: &mut ArmedVcpu) -> Result<Option<StepOutcome>, StepError> {
+    /// Returns [`SingleStepError`] if a KVM call fails.
+    pub fn trapped(&mut self, fd: &mut KickableVcpu) -> Result<Option<SingleStepOutcome>, SingleStepError> {
         if self.mode == SteppingMode::Rest || self.gates.watched.is_empty() {
             return Ok(None);
         }
@@ -450,7 +450,7 @@ impl Stepper {
         Ok(Some(self.end(&state)))
     }
 
-    fn end(&mut self, state: &VcpuState) -> StepOutcome {
+    fn end(&mut self, state: &VcpuState) -> SingleStepOutcome {
         if let Some(under_way) = self.under_way.take() {
             return self.end_run(&under_way, state);
         }
@@ -480,7 +480,7 @@ impl Stepper {
         }
         if self.mode == SteppingMode::Emulated(UserCodeState::Runs) {
             if cpu.cpl != 0 {
-                return StepOutcome::default();
+                return SingleStepOutcome::default();
             }
             self.mode = SteppingMode::Emulated(UserCodeState::Away);
             // An event has interrupted the user code. The meter identifies the event by the current

@@ -13,12 +13,12 @@
 //! breakpoints work.
 
 use kvm_bindings::kvm_vcpu_events;
-use vpmu::exact::{RetiredCounts, StepOutcome, SteppedCpuState, SteppedGuestMemory};
+use vpmu::exact::{RetiredCounts, SingleStepOutcome, SteppedCpuState, SteppedGuestMemory};
 
-use super::debug::{DebugRequest, GuestDebug};
+use super::debug::{EntryDebugState, GuestDebug};
 use super::decoded::{CurrentStraightRun, MIN_RUN_LENGTH, is_at};
 use super::state::{UnreadableMemory, VcpuState};
-use super::stepper::{RFLAGS_TF, StepError, Stepper, SteppingMode, UserCodeState};
+use super::stepper::{RFLAGS_TF, SingleStepError, Stepper, SteppingMode, UserCodeState};
 use crate::kvm::stepping::BREAKPOINTS;
 use crate::kvm::vcpu_fd::VcpuFd;
 use guest_patching::linear_memory::LinearMemory;
@@ -45,7 +45,7 @@ impl Stepper {
         debug: &GuestDebug,
         state: &VcpuState,
         room: &dyn Fn() -> RetiredCounts,
-    ) -> Result<Option<DebugRequest>, StepError> {
+    ) -> Result<Option<EntryDebugState>, SingleStepError> {
         if !self.has_runs
             || self.mode != SteppingMode::Emulated(UserCodeState::Away)
             || debug.free() < BREAKPOINTS
@@ -73,9 +73,9 @@ impl Stepper {
         let Some(end) = at.checked_add(run.end_of(count) as u64) else {
             return Ok(None);
         };
-        let mut want = DebugRequest {
+        let mut want = EntryDebugState {
             block_interrupts: true,
-            ..DebugRequest::default()
+            ..EntryDebugState::default()
         };
         want.at[0] = Some(end);
         self.gates.watched.clear();
@@ -115,7 +115,7 @@ impl Stepper {
 
     /// Accounts for the instructions of a straight-line run. `state` contains the registers with
     /// which the vCPU has left the run.
-    pub(super) fn end_run(&mut self, under_way: &CurrentStraightRun, state: &VcpuState) -> StepOutcome {
+    pub(super) fn end_run(&mut self, under_way: &CurrentStraightRun, state: &VcpuState) -> SingleStepOutcome {
         let CurrentStraightRun { at, run, count } = under_way;
         let cpu = state.cpu();
         let mut memory = LinearMemory::new(&self.memory, state);
@@ -143,16 +143,16 @@ impl Stepper {
                 cpu.cpl,
                 if is_same { "is the same" } else { "has changed" }
             );
-            return StepOutcome {
+            return SingleStepOutcome {
                 event: true,
                 lost: true,
-                ..StepOutcome::default()
+                ..SingleStepOutcome::default()
             };
         };
         self.tally.instructions_in_runs += n as u64;
-        let mut step = StepOutcome {
+        let mut step = SingleStepOutcome {
             kernel: run.counts(n),
-            ..StepOutcome::default()
+            ..SingleStepOutcome::default()
         };
         if in_handler {
             // The instruction at this position raised the fault, so it began and retired nothing.

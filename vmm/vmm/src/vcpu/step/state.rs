@@ -3,13 +3,13 @@
 
 use guest_patching::linear_memory::AddressRegisters;
 use guest_patching::registers::{
-    self as patching, DescriptorTable, GeneralRegisters, Segment, SystemRegisters,
+    self as patching, DescriptorTableRegister, GeneralRegisters, Segment, SystemRegisters,
 };
 use kvm_bindings::{kvm_dtable, kvm_regs, kvm_segment, kvm_sregs};
 use vpmu::exact::{CodeSegmentMode, SteppedCpuState, SteppedGuestMemory};
 
-use crate::kvm::armed_vcpu::{ArmedVcpu, SyncReg};
 use crate::kvm::call::KvmIoctlError;
+use crate::kvm::kickable_vcpu::{KickableVcpu, SyncReg};
 use crate::kvm::vcpu_fd::VcpuFd;
 
 const EFER_LMA: u64 = 1 << 10;
@@ -86,7 +86,7 @@ impl From<&VcpuState> for AddressRegisters {
             efer: sregs.efer,
             cpl: state.cpl(),
             code64: sregs.cs.l != 0,
-            idt: DescriptorTable {
+            idt: DescriptorTableRegister {
                 base: sregs.idt.base,
                 limit: sregs.idt.limit,
             },
@@ -97,7 +97,7 @@ impl From<&VcpuState> for AddressRegisters {
 /// Copies the registers that patches of the guest's kernel read and change.
 impl From<&VcpuState> for patching::VcpuState {
     fn from(VcpuState { regs, sregs }: &VcpuState) -> Self {
-        let table = |table: &kvm_dtable| DescriptorTable {
+        let table = |table: &kvm_dtable| DescriptorTableRegister {
             base: table.base,
             limit: table.limit,
         };
@@ -208,7 +208,7 @@ impl SyncedRegisters {
     }
 
     /// Selects whether KVM copies the registers at exits from now on.
-    pub(super) fn want(&mut self, fd: &mut ArmedVcpu, wanted: bool) {
+    pub(super) fn want(&mut self, fd: &mut KickableVcpu, wanted: bool) {
         let wanted = wanted && self.can;
         if self.come != Some(wanted) {
             for set in [SyncReg::Register, SyncReg::SystemRegister] {
@@ -226,7 +226,7 @@ impl SyncedRegisters {
 
     /// Returns the registers that KVM copied at the last exit, if any. Must be called directly
     /// after the exit, at most once.
-    pub(super) fn take(&mut self, fd: &mut ArmedVcpu) -> Option<VcpuState> {
+    pub(super) fn take(&mut self, fd: &mut KickableVcpu) -> Option<VcpuState> {
         std::mem::take(&mut self.came).then(|| {
             let synced = fd.sync_regs_mut();
             VcpuState {

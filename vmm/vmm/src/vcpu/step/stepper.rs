@@ -2,10 +2,10 @@
 
 use perf_core::branch::BranchEntry;
 use vm_memory::{GuestAddress, GuestMemoryMmap};
-use vpmu::exact::{InstructionClass, StepMeter, SteppedCpuState, SteppedGuestMemory};
+use vpmu::exact::{InstructionClass, SingleStepMeter, SteppedCpuState, SteppedGuestMemory};
 use vpmu::{PrivilegeLevels, Vendor};
 
-use super::debug::{DebugRequest, GuestDebug};
+use super::debug::{EntryDebugState, GuestDebug};
 use super::decoded::{CurrentStraightRun, RunCache};
 use super::state::{SyncedRegisters, VcpuState};
 use crate::kvm::call::KvmIoctlError;
@@ -21,7 +21,7 @@ pub(super) const NMI: u8 = 2;
 /// Error of a KVM call during single-stepping. A guest cannot cause this error.
 #[derive(Debug, thiserror::Error)]
 #[error("failed to single-step")]
-pub struct StepError(#[from] KvmIoctlError);
+pub struct SingleStepError(#[from] KvmIoctlError);
 
 /// Statistics of single-stepping on one vCPU.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -146,7 +146,7 @@ impl WatchedGates {
 /// during a burst.
 #[derive(Debug)]
 pub struct Stepper {
-    pub(super) meter: StepMeter,
+    pub(super) meter: SingleStepMeter,
     pub(super) memory: GuestMemoryMmap,
     /// `true` if KVM emulates CPL 0, where steps then need no trap flag.
     pub(super) emulated: bool,
@@ -181,7 +181,7 @@ impl Stepper {
     /// the VM.
     pub fn new(vendor: Vendor, memory: GuestMemoryMmap, host: SteppingSupport, alone: bool) -> Self {
         Self {
-            meter: StepMeter::new(vendor),
+            meter: SingleStepMeter::new(vendor),
             memory,
             emulated: !host.user,
             gate_stops: if alone {
@@ -257,8 +257,8 @@ impl Stepper {
     /// is a system call that leads there, or if it has halted.
     ///
     /// # Errors
-    /// Returns [`StepError`] if a KVM call fails.
-    pub fn leaves_levels(&self, fd: &VcpuFd, levels: PrivilegeLevels) -> Result<bool, StepError> {
+    /// Returns [`SingleStepError`] if a KVM call fails.
+    pub fn leaves_levels(&self, fd: &VcpuFd, levels: PrivilegeLevels) -> Result<bool, SingleStepError> {
         if self.halted {
             return Ok(true);
         }
@@ -327,7 +327,7 @@ impl Stepper {
         self.present.map(|step| step.ahead)
     }
 
-    pub(super) fn read(&self, fd: &VcpuFd) -> Result<VcpuState, StepError> {
+    pub(super) fn read(&self, fd: &VcpuFd) -> Result<VcpuState, SingleStepError> {
         Ok(VcpuState::read(fd)?)
     }
 
@@ -367,7 +367,11 @@ fn is_system_call(code: &[u8; 3]) -> bool {
     matches!(code, [0x0F, 0x05 | 0x34, _] | [0xCC | 0xCD, _, _])
 }
 
-pub(super) fn apply(fd: &VcpuFd, debug: &mut GuestDebug, want: DebugRequest) -> Result<(), StepError> {
+pub(super) fn apply(
+    fd: &VcpuFd,
+    debug: &mut GuestDebug,
+    want: EntryDebugState,
+) -> Result<(), SingleStepError> {
     Ok(debug.apply(fd, want)?)
 }
 

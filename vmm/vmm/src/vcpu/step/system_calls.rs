@@ -1,11 +1,11 @@
 //! Emulation of SYSCALL and SYSRET during stepping, so that the saved and loaded flags do not
 //! contain the stepper's trap flag.
 
-use vpmu::exact::{StepMeter, StepOutcome, SteppedCpuState};
+use vpmu::exact::{SingleStepMeter, SingleStepOutcome, SteppedCpuState};
 
-use super::debug::{DebugRequest, GuestDebug};
+use super::debug::{EntryDebugState, GuestDebug};
 use super::state::{UnreadableMemory, VcpuState};
-use super::stepper::{CurrentStep, RFLAGS_RF, RFLAGS_TF, RedecodeReason, StepError, Stepper, apply};
+use super::stepper::{CurrentStep, RFLAGS_RF, RFLAGS_TF, RedecodeReason, SingleStepError, Stepper, apply};
 use crate::kvm::call::KvmIoctlError;
 use crate::kvm::vcpu_fd::VcpuFd;
 use guest_patching::linear_memory::LinearMemory;
@@ -21,7 +21,7 @@ const SYSRET_FLAGS: u64 = 0x3c_7fd7;
 impl Stepper {
     /// Emulates a SYSRET to 64-bit code. Some processors do not stop after SYSRET if the flags that
     /// it loads lack the trap flag. Returns `false` if SYSRET would fault.
-    pub(super) fn emulate_sysret(&self, fd: &VcpuFd, mut state: VcpuState) -> Result<bool, StepError> {
+    pub(super) fn emulate_sysret(&self, fd: &VcpuFd, mut state: VcpuState) -> Result<bool, SingleStepError> {
         let target = state.regs.rcx;
         let user_half = target >> 47 == 0;
         if !state.is_64bit() || state.sregs.efer & EFER_SCE == 0 || !user_half {
@@ -47,16 +47,16 @@ impl Stepper {
         fd: &VcpuFd,
         debug: &mut GuestDebug,
         state: &VcpuState,
-    ) -> Result<Option<StepOutcome>, StepError> {
+    ) -> Result<Option<SingleStepOutcome>, SingleStepError> {
         let events = fd.get_vcpu_events()?;
         let before_it = events.exception.injected | events.exception.pending | events.nmi.injected;
         if before_it | events.interrupt.injected != 0 {
             return Ok(None);
         }
         // KVM ties the trap flag to the current RIP, which the vCPU is about to leave.
-        let want = DebugRequest {
+        let want = EntryDebugState {
             step: true,
-            ..DebugRequest::default()
+            ..EntryDebugState::default()
         };
         apply(fd, debug, want)?;
         self.strays = true;
@@ -91,7 +91,7 @@ impl Stepper {
     /// Emulates SYSCALL (SDM vol. 2B, APM vol. 3). Sets the trap flag only in the flags that
     /// SYSCALL saves. Returns `false` if SYSCALL would fault.
     #[expect(clippy::cast_possible_truncation, reason = "bits 47:32")]
-    pub(super) fn emulate_syscall(&self, fd: &VcpuFd, mut state: VcpuState) -> Result<bool, StepError> {
+    pub(super) fn emulate_syscall(&self, fd: &VcpuFd, mut state: VcpuState) -> Result<bool, SingleStepError> {
         if !state.is_64bit() || state.sregs.efer & EFER_SCE == 0 {
             return Ok(false);
         }
@@ -115,11 +115,11 @@ impl Stepper {
 /// together with the other flags. The vCPU therefore stops only after the instruction that follows
 /// the system call, which is counted too.
 pub(super) fn end_system_call(
-    meter: &mut StepMeter,
+    meter: &mut SingleStepMeter,
     called: &SteppedCpuState,
     cpu: &SteppedCpuState,
     memory: &mut LinearMemory<'_>,
-) -> StepOutcome {
+) -> SingleStepOutcome {
     let behind = meter.next_ip().unwrap_or(called.rip);
     let mut step = meter.end(
         &SteppedCpuState {
@@ -147,7 +147,7 @@ pub(super) fn end_system_call(
 }
 
 /// Returns the values of IA32_STAR, IA32_LSTAR and IA32_FMASK.
-fn system_call_registers(fd: &VcpuFd) -> Result<[u64; 3], StepError> {
+fn system_call_registers(fd: &VcpuFd) -> Result<[u64; 3], SingleStepError> {
     let none = || KvmIoctlError::with_errno("KVM_GET_MSRS", libc::EINVAL);
     let entry = |index| kvm_bindings::kvm_msr_entry {
         index,
@@ -188,8 +188,8 @@ mod tests {
     use vpmu::Vendor;
 
     use super::*;
-    use crate::kvm::armed_vcpu::{ArmedVcpu, VcpuExit};
     use crate::kvm::host::{self, Kvm};
+    use crate::kvm::kickable_vcpu::{KickableVcpu, VcpuExit};
     use crate::kvm::stepping::SteppingSupport;
     use crate::kvm::tiny::{CODE, DATA, TinyGuest};
 
@@ -258,7 +258,7 @@ mod tests {
     /// `None` if KVM emulates the code and does not support the instruction.
     fn by_the_processor(guest: TinyGuest) -> Option<(VcpuState, String)> {
         let (vcpu, _memory, _slots) = guest.into_parts();
-        let mut vcpu = ArmedVcpu::new(vcpu);
+        let mut vcpu = KickableVcpu::new(vcpu);
         let exit = match vcpu.run().why {
             Ok(VcpuExit::IoOut(0x10, _)) => "leaves".into(),
             Ok(VcpuExit::MmioRead(at, _)) => format!("reads {at:#x}"),

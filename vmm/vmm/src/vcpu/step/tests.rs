@@ -7,9 +7,9 @@ use vpmu::Vendor;
 use vpmu::exact::RetiredCounts;
 
 use super::*;
-use crate::kvm::armed_vcpu::VcpuExit;
 use crate::kvm::execution;
 use crate::kvm::host;
+use crate::kvm::kickable_vcpu::VcpuExit;
 use crate::kvm::memslot::MemorySlots;
 use crate::kvm::tiny::{CODE, DATA, TinyGuest};
 
@@ -76,7 +76,7 @@ fn counts(
 
 /// A vCPU at CPL 0 that is single-stepped without the run loop.
 struct SteppedVcpu {
-    vcpu: ArmedVcpu,
+    vcpu: KickableVcpu,
     _slots: MemorySlots,
     memory: vm_memory::GuestMemoryMmap,
     stepper: Stepper,
@@ -118,7 +118,7 @@ impl SteppedVcpu {
             stepper = stepper.with_synced_registers();
         }
         Some(Self {
-            vcpu: ArmedVcpu::new(vcpu),
+            vcpu: KickableVcpu::new(vcpu),
             _slots: slots,
             stepper,
             memory,
@@ -132,7 +132,7 @@ impl SteppedVcpu {
         })
     }
 
-    fn count(&mut self, step: StepOutcome) {
+    fn count(&mut self, step: SingleStepOutcome) {
         assert!(!step.lost || self.may_lose, "{step:?} after {:?}", self.exits);
         assert_eq!(step.user, RetiredCounts::default());
         self.retired.add(step.kernel);

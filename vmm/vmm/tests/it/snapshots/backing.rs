@@ -36,17 +36,17 @@ const CODE: [u8; 67] = [
 /// Number of instructions between two reads of the counter.
 const INSTRUCTIONS: u16 = 8;
 
-fn with_policy(policy: BackingPolicy) -> VmConfig {
+fn with_policy(policy: CounterBackingPolicy) -> VmConfig {
     let mut config = config(&CODE);
     config.pmu.policy = policy;
-    config.pmu.saved_policy = Some(BackingPolicy::Clock);
+    config.pmu.saved_policy = Some(CounterBackingPolicy::Clock);
     config
 }
 
 /// Takes a snapshot of the guest while its cycles are estimated from CPU time (`--backing clock`).
 /// Returns `None` without KVM.
 fn counting_by_clock() -> Option<(RestoredMachine, usize)> {
-    let source = TestVm::start(&with_policy(BackingPolicy::Clock), None)?;
+    let source = TestVm::start(&with_policy(CounterBackingPolicy::Clock), None)?;
     while source.output.len() < 100 {
         std::hint::spin_loop();
     }
@@ -66,7 +66,7 @@ fn restored(config: &VmConfig, saved: RestoredMachine, cut: usize) -> (Vec<u16>,
 
 /// Returns the configuration of a guest that is single-stepped; `None` if KVM cannot do so.
 fn stepped() -> Option<VmConfig> {
-    let mut config = with_policy(BackingPolicy::Exact);
+    let mut config = with_policy(CounterBackingPolicy::Exact);
     config.pmu.stepping = execution::probe(&host::open().ok()?).unwrap().stepping;
     if !config.pmu.stepping.kernel {
         skip::skipped("this host's KVM cannot single-step guests", false);
@@ -103,7 +103,7 @@ fn guest_debug_state_is_applied_anew() {
         skip::skipped("a guest that is stepped by the trap flag cannot be saved", false);
         return;
     }
-    config.pmu.saved_policy = Some(BackingPolicy::Exact);
+    config.pmu.saved_policy = Some(CounterBackingPolicy::Exact);
     let source = TestVm::start(&config, None).unwrap();
     while source.output.len() < 100 {
         std::thread::sleep(Duration::from_millis(1));
@@ -116,7 +116,7 @@ fn guest_debug_state_is_applied_anew() {
     assert_exact(&values);
     assert_eq!(changes, 0);
 
-    config.pmu.policy = BackingPolicy::Clock;
+    config.pmu.policy = CounterBackingPolicy::Clock;
     let vm = TestVm::start(&config, Some(again)).unwrap();
     let slot = vm.vm.registry().slots()[0].clone();
     vm.finish();
@@ -128,7 +128,7 @@ fn counter_that_would_stand_still_needs_consent() {
     let Some((mut saved, cut)) = counting_by_clock() else {
         return;
     };
-    let mut config = with_policy(BackingPolicy::None);
+    let mut config = with_policy(CounterBackingPolicy::None);
     config.backability = announced_events(&saved.state).unwrap();
     assert_refused(&config, &saved, "the guest counts cycles", |_| ());
     assert_refused(&config, &saved, "--restore-loses", |_| ());
@@ -148,7 +148,7 @@ fn same_backing_is_no_change() {
     let Some((saved, cut)) = counting_by_clock() else {
         return;
     };
-    let (values, changes) = restored(&with_policy(BackingPolicy::Clock), saved, cut);
+    let (values, changes) = restored(&with_policy(CounterBackingPolicy::Clock), saved, cut);
     assert!(
         values.len() > 300 && changes == 0,
         "{} values, {changes}",

@@ -53,7 +53,8 @@ fn number_in(variable: &str) -> Option<u64> {
     )
 }
 
-/// Returns the number of snapshots of a test, which is `default` unless `PERFVISOR_SNAPSHOTS` is set.
+/// Returns the number of snapshots of a test, which is `default` unless `PERFVISOR_SNAPSHOTS` is
+/// set.
 fn snapshots_or(default: usize) -> usize {
     number_in("PERFVISOR_SNAPSHOTS").map_or(default, |number| usize::try_from(number).unwrap())
 }
@@ -160,8 +161,8 @@ pub(super) fn cut_at_random(config: &VmConfig, number: usize, parts: &[usize]) -
     Some(expected)
 }
 
-/// A snapshot at any exit neither loses nor repeats an instruction, a count or a PMI, in the restored
-/// VM and in the source.
+/// A snapshot at any exit neither loses nor repeats an instruction, a count or a PMI, in the
+/// restored VM and in the source.
 #[test]
 fn output_and_counts_are_equal_with_and_without_the_cut() {
     let Some(output) = cut_at_random(&config(GUEST), snapshots_or(SNAPSHOTS), &[usize::MAX]) else {
@@ -199,7 +200,7 @@ fn each_pmi_is_delivered_once_with_and_without_the_cut() {
 #[test]
 fn stepped_counts_are_exact_with_and_without_the_cut() {
     let mut config = config(STEPPED);
-    config.pmu.policy = BackingPolicy::Exact;
+    config.pmu.policy = CounterBackingPolicy::Exact;
     config.pmu.pmi_share = PmiShare::UNLIMITED;
     let Ok(kvm) = host::open() else {
         skip::skipped("no KVM here", false);

@@ -90,7 +90,7 @@ fn vm(label: &str, symbols: Vec<TopSymbolRow>) -> TopVmEntry {
     };
     TopVmEntry {
         label: label.into(),
-        seen: ObservedState::Shown(Box::new(seen)),
+        seen: ObservedVmState::Shown(Box::new(seen)),
     }
 }
 
@@ -123,7 +123,7 @@ fn two() -> TopScreen {
     );
     let failed = TopVmEntry {
         label: "c".into(),
-        seen: ObservedState::Failed("the VM is\nnot responding".into()),
+        seen: ObservedVmState::Failed("the VM is\nnot responding".into()),
     };
     of(true, vec![a, b, failed])
 }
@@ -208,7 +208,7 @@ fn all_vms_share_one_table() {
     let (mut ui, processes) = view(&screen, TopView::Processes);
     assert!(row(&processes, "a ").contains("60.00%") && row(&processes, "b@7 ").contains("20.00%"));
     assert!(processes.contains("[unknown]"), "{processes}");
-    ui.process = Some(RowOwner {
+    ui.process = Some(TopRowOwner {
         vm: "b@7".into(),
         pid: None,
     });

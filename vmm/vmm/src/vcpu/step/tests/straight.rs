@@ -301,7 +301,7 @@ fn decode_cache_is_bounded() {
     let memory = vm_memory::GuestMemoryMmap::<()>::from_ranges(&[(GuestAddress(0), 0x10000)]).unwrap();
     memory.write_slice(&[0x90; 0x10000], GuestAddress(0)).unwrap();
     let mut runs = decoded::RunCache::default();
-    let mut meter = vpmu::exact::StepMeter::new(Vendor::Intel);
+    let mut meter = vpmu::exact::SingleStepMeter::new(Vendor::Intel);
     let state = VcpuState {
         regs: Default::default(),
         sregs: Default::default(),

@@ -1,8 +1,8 @@
 //! Kicks a vCPU out of KVM_RUN from a signal handler of its own thread.
 //!
 //! The handler writes to `kvm_run.immediate_exit`. It finds the `kvm_run` page through a
-//! thread-local pointer, so the page must stay mapped while the pointer is set. [`ArmedVcpu`] owns
-//! the file descriptor of the vCPU, which owns the mapping, and is not `Send`.
+//! thread-local pointer, so the page must stay mapped while the pointer is set. [`KickableVcpu`]
+//! owns the file descriptor of the vCPU, which owns the mapping, and is not `Send`.
 #![expect(
     unsafe_code,
     reason = "the kvm_run page is shared with the kernel and a signal handler"
@@ -38,10 +38,10 @@ pub fn request_exit_of_current_vcpu() {
     }
 }
 
-/// Writes `value` to the field `immediate_exit` of `page`, which belongs to an [`ArmedVcpu`] of
+/// Writes `value` to the field `immediate_exit` of `page`, which belongs to an [`KickableVcpu`] of
 /// this thread.
 fn write_immediate_exit(page: *mut kvm_run, value: u8) {
-    // SAFETY: `page` points into the mapping that the descriptor of an `ArmedVcpu` owns.
+    // SAFETY: `page` points into the mapping that the descriptor of an `KickableVcpu` owns.
     // `ImmediateExitGuard` is dropped before the descriptor and clears `PAGE`. Neither can leave
     // this thread, because `ImmediateExitGuard` holds a raw pointer and is therefore not `Send`.
     // The write is volatile because the kernel reads the byte and a signal handler may write it.
@@ -111,14 +111,14 @@ pub struct RunResult<'v> {
 /// A vCPU that leaves KVM_RUN when the current thread receives a kick signal. If a thread has armed
 /// several vCPUs, signals kick only the one that was armed last.
 #[derive(Debug)]
-pub struct ArmedVcpu {
+pub struct KickableVcpu {
     // Fields are dropped in declaration order: `armed` clears the pointer before `fd` unmaps the
     // page.
     armed: ImmediateExitGuard,
     fd: VcpuFd,
 }
 
-impl ArmedVcpu {
+impl KickableVcpu {
     /// Arms the vCPU `fd`, so that signals to the current thread kick it out of KVM_RUN.
     pub fn new(mut fd: VcpuFd) -> Self {
         let page: *mut kvm_run = fd.raw_mut().get_kvm_run();
@@ -167,7 +167,7 @@ impl ArmedVcpu {
     /// Makes KVM complete the last exit, which must be a port write, without entering the guest.
     ///
     /// KVM advances RIP past the OUT at the next entry, unless RIP has changed. Afterwards an exit
-    /// is still requested, until the caller calls [`ArmedVcpu::clear_exit_request`].
+    /// is still requested, until the caller calls [`KickableVcpu::clear_exit_request`].
     ///
     /// # Errors
     /// Returns an error if KVM_RUN fails. A guest cannot cause such a failure.
@@ -210,7 +210,7 @@ impl ArmedVcpu {
     }
 
     /// Returns the registers that KVM stored at the last exit. The caller may change them for the
-    /// next entry; see [`ArmedVcpu::sync_at_entry`].
+    /// next entry; see [`KickableVcpu::sync_at_entry`].
     #[inline]
     pub fn sync_regs_mut(&mut self) -> &mut kvm_sync_regs {
         self.fd.raw_mut().sync_regs_mut()
@@ -225,7 +225,7 @@ impl ArmedVcpu {
         }
     }
 
-    /// Selects whether KVM loads the registers of `set` from [`ArmedVcpu::sync_regs_mut`] at the
+    /// Selects whether KVM loads the registers of `set` from [`KickableVcpu::sync_regs_mut`] at the
     /// next entry.
     #[inline]
     pub fn sync_at_entry(&mut self, set: SyncReg, on: bool) {
@@ -237,7 +237,7 @@ impl ArmedVcpu {
     }
 }
 
-impl Deref for ArmedVcpu {
+impl Deref for KickableVcpu {
     type Target = VcpuFd;
 
     #[inline]
@@ -264,12 +264,12 @@ mod tests {
         };
         let vm = VmFd::new(&kvm).unwrap();
         request_exit_of_current_vcpu();
-        let mut first = ArmedVcpu::new(vm.create_vcpu(0).unwrap());
+        let mut first = KickableVcpu::new(vm.create_vcpu(0).unwrap());
         request_exit_of_current_vcpu();
         assert_eq!(immediate_exit(&mut first.fd), 1);
         first.clear_exit_request();
         assert_eq!(immediate_exit(&mut first.fd), 0);
-        let mut second = ArmedVcpu::new(vm.create_vcpu(1).unwrap());
+        let mut second = KickableVcpu::new(vm.create_vcpu(1).unwrap());
         let mut first = first.disarm();
         request_exit_of_current_vcpu();
         assert_eq!(immediate_exit(&mut first), 0);
