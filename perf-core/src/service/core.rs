@@ -248,7 +248,7 @@ pub struct VcpuEventContext {
     /// `true` after the vCPU was removed. Method calls through remaining references then have no
     /// effect.
     pub(crate) gone: AtomicBool,
-    /// Reference to [`Context::errors`] of the current context. Separate from `cell`, because it is
+    /// Reference to `Context::errors` of the current context. Separate from `cell`, because it is
     /// read at each VM entry.
     pub(crate) errors: Arc<AtomicU64>,
     /// Value of [`VcpuEventContext::errors`] at the last call of [`VcpuEventContext::take_errors`].

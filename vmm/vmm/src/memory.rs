@@ -422,8 +422,8 @@ fn host_memory_bytes() -> u64 {
         .saturating_mul(unit)
 }
 
-/// Returns the physical address width of this host's processor in bits (CPUID 8000_0008H:EAX[7:0];
-/// 36 if not reported).
+/// Returns the physical address width of this host's processor in bits (CPUID
+/// 8000_0008H:`EAX[7:0]`; 36 if not reported).
 fn physical_address_bits() -> u32 {
     use std::arch::x86_64::__cpuid;
     if __cpuid(0x8000_0000).eax < 0x8000_0008 {

@@ -102,7 +102,7 @@ impl VsockQueues {
         self.broken
     }
 
-    /// Transfers packets in both directions until none are left or [`BUDGET`] packets have been
+    /// Transfers packets in both directions until none are left or `BUDGET` packets have been
     /// transferred.
     pub fn pump(&mut self, now: Instant) {
         if self.broken {
