@@ -74,7 +74,7 @@ pub fn by_turns<'w, T: std::fmt::Debug>(
 ///
 /// # Errors
 /// Returns the error of `then`, or an error if the VMM does not print the words.
-pub fn until<T>(
+pub fn run_until_output<T>(
     place: &TestHost,
     command: &HostCommand,
     words: &str,

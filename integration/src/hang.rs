@@ -43,7 +43,7 @@ rm -f /tmp/hang.data
 
 /// Describes the state of a lab in which a process has timed out. Takes a few seconds on an idle
 /// machine, and at most six minutes.
-pub(crate) fn look(lab: &Lab) -> String {
+pub(crate) fn diagnose(lab: &Lab) -> String {
     let mut told = String::new();
     if lab.answers(ANSWER_LIMIT) {
         told.push_str("the lab answers; in it:\n");

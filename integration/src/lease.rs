@@ -113,7 +113,7 @@ impl TestHost {
     ///
     /// # Errors
     /// Returns the same errors as [`TestHost::shared`].
-    pub fn alone() -> Result<TestHostLease, TestHostLeaseError> {
+    pub fn exclusive() -> Result<TestHostLease, TestHostLeaseError> {
         Self::lease(&LabOptions::default(), TestHostLeaseMode::Exclusive)
     }
 

@@ -52,7 +52,7 @@ impl ProcessTimeLimits {
 
     /// Returns the remaining time until a process without further progress exceeds a limit. The
     /// arguments are those of [`ProcessTimeLimits::overrun`].
-    pub(crate) fn left(&self, since_start: Duration, silent: Duration, still: Duration) -> Duration {
+    pub(crate) fn time_left(&self, since_start: Duration, silent: Duration, still: Duration) -> Duration {
         (self.overall.saturating_sub(since_start))
             .min(self.silent.saturating_sub(silent))
             .min(self.still.saturating_sub(still))
@@ -105,7 +105,7 @@ mod tests {
             overall: s(300),
         };
         assert_eq!(limit.overrun(s(299), s(59), s(9)), None);
-        assert_eq!(limit.left(s(299), s(59), s(9)), s(1));
+        assert_eq!(limit.time_left(s(299), s(59), s(9)), s(1));
         assert_eq!(
             limit.overrun(s(300), s(0), s(0)),
             Some(ExceededTimeLimit::Overall(s(300)))

@@ -19,12 +19,12 @@ impl Monitor {
         let stream = UnixStream::connect(socket)?;
         stream.set_read_timeout(Some(MONITOR_LIMIT))?;
         let mut monitor = Self(BufReader::new(stream));
-        monitor.ask("{\"execute\":\"qmp_capabilities\"}")?;
+        monitor.execute("{\"execute\":\"qmp_capabilities\"}")?;
         Ok(monitor)
     }
 
     /// Executes a monitor command and returns its output. Skips events and the greeting of QEMU.
-    fn ask(&mut self, command: &str) -> io::Result<String> {
+    fn execute(&mut self, command: &str) -> io::Result<String> {
         writeln!(self.0.get_mut(), "{command}")?;
         loop {
             let mut line = String::new();
@@ -50,7 +50,7 @@ impl Monitor {
     ) -> io::Result<BTreeMap<String, Vec<String>>> {
         let mut seen: BTreeMap<String, Vec<String>> = BTreeMap::new();
         for _ in 0..snapshots {
-            let registers = self.ask(
+            let registers = self.execute(
                 "{\"execute\":\"human-monitor-command\",\"arguments\":{\"command-line\":\"info registers -a\"}}",
             )?;
             for (processor, pointer) in pointers(&registers) {

@@ -256,7 +256,7 @@ impl ProcessProgress {
             }
             state = self
                 .changed
-                .wait_timeout(state, limit.left(all, silent, still))
+                .wait_timeout(state, limit.time_left(all, silent, still))
                 .unwrap_or_else(PoisonError::into_inner)
                 .0;
         }

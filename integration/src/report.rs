@@ -127,7 +127,7 @@ impl Drop for HostUse {
 }
 
 /// Prints a line to standard error. The test harness does not capture it.
-fn say(line: &str) {
+fn print_line(line: &str) {
     // Ignore the error, because standard error may be closed.
     _ = writeln!(io::stderr(), "{line}");
 }
@@ -144,7 +144,7 @@ fn start() {
             thread::sleep(PERIOD);
             let activities: Vec<TestActivity> = report().activities.values().cloned().collect();
             if let Some(line) = progress(&activities) {
-                say(&format!("{:.0?}: {line}", began.elapsed()));
+                print_line(&format!("{:.0?}: {line}", began.elapsed()));
             }
         }
     });
@@ -178,7 +178,7 @@ fn progress(activities: &[TestActivity]) -> Option<String> {
 fn sum_up_at_exit() {
     extern "C" fn sum_up() {
         let seconds = Duration::from_millis(LABS_MS.load(Ordering::Relaxed)).as_secs_f64();
-        say(&format!(
+        print_line(&format!(
             "{} labs booted in {seconds:.1} s, {} Linux guests started; times of tests: times.tsv in target/integration",
             LABS.load(Ordering::Relaxed),
             GUESTS.load(Ordering::Relaxed),

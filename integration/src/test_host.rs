@@ -307,7 +307,7 @@ impl TestHost {
                 let lab = host.last();
                 format!(
                     "{}(the lab's console: {})\n",
-                    hang::look(&lab),
+                    hang::diagnose(&lab),
                     lab.log().display()
                 )
             }

@@ -178,7 +178,7 @@ const RUNS: usize = 15;
 
 /// Runs `work` repeatedly and returns the mean time of one run, in nanoseconds.
 fn once(work: &mut dyn FnMut()) -> f64 {
-    let iterations = if figures::only_tried() { 10 } else { 20_000 };
+    let iterations = if figures::is_dry_run() { 10 } else { 20_000 };
     let start = Instant::now();
     for _ in 0..iterations {
         work();

@@ -23,7 +23,7 @@ fn turns(c: &mut Criterion) {
             let mut step = 0.1;
             let mut turn = move || {
                 let due = queue.next_turn_ns().unwrap_or(0);
-                if let Some(left) = queue.turn(due) {
+                if let Some(left) = queue.rotate_if_due(due) {
                     step = (step * 1.7) % 2.0;
                     queue.slice_ended(left, Some(step));
                 }

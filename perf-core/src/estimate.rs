@@ -80,7 +80,7 @@ pub struct Estimate {
 impl Estimate {
     /// Returns the same estimate without a standard error and a bound. An exact estimate remains
     /// exact.
-    pub(crate) fn unsure(self) -> Self {
+    pub(crate) fn with_unknown_uncertainty(self) -> Self {
         if self.exact {
             return self;
         }

@@ -113,13 +113,13 @@ mod checked {
     use crate::lock::LockRank;
 
     /// Maximum number of locks that a thread may hold simultaneously.
-    const MOST: usize = 8;
+    const MAX_HELD_LOCKS: usize = 8;
 
     thread_local! {
         /// Locks held by this thread. The list is constant-initialized and uses no `RefCell`,
         /// because a signal handler may interrupt any access. A handler may also lock contexts, but
         /// restores the list before it returns.
-        static HELD: [Cell<Option<(LockRank, usize)>>; MOST] = const { [const { Cell::new(None) }; MOST] };
+        static HELD: [Cell<Option<(LockRank, usize)>>; MAX_HELD_LOCKS] = const { [const { Cell::new(None) }; MAX_HELD_LOCKS] };
     }
 
     /// The entry of a held lock in this thread's list, which the check of the lock order uses.
@@ -158,7 +158,7 @@ mod checked {
                 let free = held.iter().find(|h| h.get().is_none());
                 free.inspect(|h| h.set(Some(note))).is_some()
             });
-            debug_assert!(noted, "more than {MOST} locks at once");
+            debug_assert!(noted, "more than {MAX_HELD_LOCKS} locks at once");
             Self(noted.then_some(note))
         }
     }

@@ -51,7 +51,7 @@ pub(crate) struct Sampling {
     /// `true` if the event counts nanoseconds. A target frequency then determines a fixed period.
     is_clock: bool,
     /// Number of counts until the next overflow. Valid while the driver event is stopped.
-    left: u64,
+    remaining: u64,
     /// Count at which the next overflow is due. Valid while the driver event is started, and always
     /// for a software event raised by the VMM.
     next_at: u64,
@@ -99,7 +99,7 @@ impl Sampling {
             period,
             freq,
             is_clock,
-            left: period,
+            remaining: period,
             next_at: period,
             ..Self::default()
         }
@@ -124,25 +124,25 @@ impl Sampling {
     }
 
     /// Returns `true` if the period adapts to a target frequency.
-    pub fn adapts(&self) -> bool {
+    pub fn is_adaptive(&self) -> bool {
         self.freq != 0 && !self.is_clock
     }
 
     /// Returns `true` if the event can overflow, because it has a period or an overflow point was
     /// set.
-    pub fn is_on(&self) -> bool {
+    pub fn can_overflow(&self) -> bool {
         self.period != 0 || self.armed
     }
 
     /// Returns the number of counts until the next overflow, or `None` if the event cannot
     /// overflow. The driver event is started with this number.
     pub fn overflow_in(&self) -> Option<u64> {
-        (self.is_on() && !self.throttled).then_some(self.left.max(1))
+        (self.can_overflow() && !self.throttled).then_some(self.remaining.max(1))
     }
 
     /// Continues the current sampling period when the driver event starts at driver count `raw`.
     pub fn arm_at(&mut self, raw: u64) {
-        self.next_at = raw.wrapping_add(self.left.max(1));
+        self.next_at = raw.wrapping_add(self.remaining.max(1));
     }
 
     /// Suspends the current sampling period at driver count `raw`, when the driver event stops or
@@ -150,7 +150,7 @@ impl Sampling {
     pub fn disarm_at(&mut self, raw: u64) {
         if !self.throttled {
             self.pending = self.pending.saturating_add(self.passed(raw));
-            self.left = self.remaining(raw);
+            self.remaining = self.remaining(raw);
         }
     }
 
@@ -161,7 +161,7 @@ impl Sampling {
     /// can be coalesced, late or duplicated.
     pub fn passed(&mut self, raw: u64) -> u32 {
         let over = raw.wrapping_sub(self.next_at);
-        if !self.is_on() || over.cast_signed() < 0 {
+        if !self.can_overflow() || over.cast_signed() < 0 {
             return 0;
         }
         if self.period == 0 {
@@ -177,7 +177,7 @@ impl Sampling {
 
     /// Returns `true` if the next overflow point is at or below driver count `raw`.
     pub fn is_due(&self, raw: u64) -> bool {
-        self.is_on() && raw.wrapping_sub(self.next_at).cast_signed() >= 0
+        self.can_overflow() && raw.wrapping_sub(self.next_at).cast_signed() >= 0
     }
 
     /// Delays the next overflow by `n` counts that cannot be sampled.
@@ -203,7 +203,7 @@ impl Sampling {
     /// Sets the next overflow point to `overflow_in` counts after the current driver count `raw`.
     pub fn set_left(&mut self, overflow_in: u64, raw: u64) {
         self.armed = true;
-        self.left = overflow_in;
+        self.remaining = overflow_in;
         self.next_at = raw.wrapping_add(overflow_in);
     }
 
@@ -264,7 +264,7 @@ impl Sampling {
     /// then at most doubles the period, and only the counts in at least a quarter of the target
     /// interval determine the period.
     pub fn note_overflow(&mut self, now_ns: u64, running_ns: u64, tick_ns: u64) {
-        if !self.adapts() {
+        if !self.is_adaptive() {
             return;
         }
         let since = now_ns.saturating_sub(std::mem::replace(&mut self.overflow_ns, now_ns));
@@ -288,7 +288,7 @@ impl Sampling {
     /// Returns `true` if the event must be read to adjust its period to the target frequency: it
     /// has run for the target interval, and for at least `min_ns`, since the last adjustment.
     pub fn needs_measurement(&self, running_ns: u64, min_ns: u64) -> bool {
-        self.adapts() && self.unmeasured_ns(running_ns) >= period_of_ns(self.freq).max(min_ns)
+        self.is_adaptive() && self.unmeasured_ns(running_ns) >= period_of_ns(self.freq).max(min_ns)
     }
 
     /// Returns the time running since the last measurement of the event's rate, in nanoseconds.
@@ -323,7 +323,7 @@ impl Sampling {
     /// Starts a new period at driver count `raw`. The period of the next sample includes the counts
     /// of the unfinished period.
     pub fn restart(&mut self, raw: u64) {
-        self.left = self.period;
+        self.remaining = self.period;
         self.next_at = raw.wrapping_add(self.period);
     }
 }
@@ -368,16 +368,16 @@ mod tests {
     fn clock_frequency_is_fixed_period() {
         let attr = |config, hz| Attr::sampling(EventType::SOFTWARE, config, hz).with_freq();
         let mut clock = Sampling::new(&attr(1, 4000));
-        assert_eq!((clock.period, clock.adapts()), (250_000, false));
+        assert_eq!((clock.period, clock.is_adaptive()), (250_000, false));
         clock.note_overflow(10, 10, 1_000_000);
         clock.note_overflow(20, 20, 1_000_000);
         assert!(!clock.needs_measurement(u64::MAX, 0));
         assert_eq!(clock.rate().period, 250_000);
         clock.set_rate(1000);
         assert_eq!((clock.rate().period, clock.rate().freq), (1_000_000, 1000));
-        assert!(!Sampling::new(&attr(0, 0)).is_on());
+        assert!(!Sampling::new(&attr(0, 0)).can_overflow());
         let faults = Sampling::new(&attr(2, 4000));
-        assert_eq!((faults.period, faults.adapts()), (1, true));
+        assert_eq!((faults.period, faults.is_adaptive()), (1, true));
     }
 
     proptest! {

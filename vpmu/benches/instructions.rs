@@ -114,7 +114,7 @@ impl BenchMachine {
 }
 
 fn instructions() -> usize {
-    vmm_counts::exact(ArchEvent::Instructions).expect("the VMM supplies them")
+    vmm_counts::exact_selector(ArchEvent::Instructions).expect("the VMM supplies them")
 }
 
 /// Guest with four running counters, whose register accesses are handled as at VM exits.

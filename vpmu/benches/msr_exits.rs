@@ -171,7 +171,7 @@ fn main() -> Result<(), Box<dyn Error>> {
         println!("msr_exits: SKIPPED: no /dev/kvm here");
         return Ok(());
     }
-    let turns = if figures::only_tried() { 1 } else { TURNS };
+    let turns = if figures::is_dry_run() { 1 } else { TURNS };
     let mut all = Vec::new();
     for access in &ACCESSES {
         let (ns, share) = access.measure(turns)?;

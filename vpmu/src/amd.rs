@@ -152,7 +152,7 @@ impl VendorOps for Amd {
     fn register(&self, model: &PmuModel, msr: MsrAddress) -> Option<PmuRegister> {
         let generation = model.generation();
         let general = |n, role: fn(CounterIndex) -> PmuRegister| match CounterIndex::general(n) {
-            Some(c) if model.has(c) => Some(role(c)),
+            Some(c) if model.has_counter(c) => Some(role(c)),
             _ => None,
         };
         match msr.0 {
@@ -193,7 +193,7 @@ impl VendorOps for Amd {
         if model.generation() == PmuGeneration::AmdK7 && index.0 >= LEGACY_COUNTERS {
             return None;
         }
-        CounterIndex::general(index.0).filter(|&c| model.has(c))
+        CounterIndex::general(index.0).filter(|&c| model.has_counter(c))
     }
 
     fn write(&self, model: &PmuModel, register: PmuRegister, value: u64) -> RegisterWriteEffect {

@@ -73,7 +73,7 @@ pub trait CounterEvents {
     /// If the event stopped during the pause, `each` returns the number of further counts after
     /// which to notify an overflow, like `overflow_in` of [`Self::enable`]. If the event continued
     /// to count, it is still armed.
-    fn go_on(&mut self, counters: u64, each: &mut dyn FnMut(CounterIndex, u64) -> Option<u64>) -> u64;
+    fn resume(&mut self, counters: u64, each: &mut dyn FnMut(CounterIndex, u64) -> Option<u64>) -> u64;
 
     /// Returns the count of the counter's current event. Does not decrease while the event stays
     /// the same.
@@ -89,7 +89,7 @@ pub trait CounterEvents {
 
     /// Returns when and why the counter's enabled event stopped counting, or `None` if the event is
     /// counting.
-    fn lost(&mut self, counter: CounterIndex) -> Option<CounterEventLoss>;
+    fn event_loss(&mut self, counter: CounterIndex) -> Option<CounterEventLoss>;
 
     /// Returns the vCPU's event time, in nanoseconds. The clock stops while the vCPU is paused.
     fn now_ns(&mut self) -> u64;

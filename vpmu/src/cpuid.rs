@@ -162,7 +162,7 @@ impl PmuModel {
         let unavailable = EBX_EVENTS[..vector_length]
             .iter()
             .enumerate()
-            .filter(|&(_, &event)| !backability.has(event))
+            .filter(|&(_, &event)| !backability.contains(event))
             .fold(0, |bits, (n, _)| bits | 1 << n);
         let width = self.width().bits();
         let bitmap = u32::from(self.fixed_bitmap());

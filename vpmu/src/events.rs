@@ -456,7 +456,7 @@ impl ArchEventSet {
     }
 
     /// Returns whether the set contains `event`.
-    pub const fn has(self, event: ArchEvent) -> bool {
+    pub const fn contains(self, event: ArchEvent) -> bool {
         self.0 & event.bit() != 0
     }
 }
@@ -654,11 +654,11 @@ mod tests {
 
     #[test]
     fn countable_events_match_backing() {
-        assert!(ArchEventSet::CLOCK.has(ArchEvent::CoreCycles));
-        assert!(!ArchEventSet::CLOCK.has(ArchEvent::Instructions));
-        assert!(ArchEventSet::EXACT.has(ArchEvent::Stores));
-        assert!(!ArchEventSet::EXACT.has(ArchEvent::CacheMisses));
+        assert!(ArchEventSet::CLOCK.contains(ArchEvent::CoreCycles));
+        assert!(!ArchEventSet::CLOCK.contains(ArchEvent::Instructions));
+        assert!(ArchEventSet::EXACT.contains(ArchEvent::Stores));
+        assert!(!ArchEventSet::EXACT.contains(ArchEvent::CacheMisses));
         let all: ArchEventSet = ArchEvent::ALL.into_iter().collect();
-        assert!(ArchEvent::ALL.into_iter().all(|event| all.has(event)));
+        assert!(ArchEvent::ALL.into_iter().all(|event| all.contains(event)));
     }
 }

@@ -175,7 +175,7 @@ pub(crate) struct Intel;
 /// if the model does not have this counter. `base` is the address of the same register of counter
 /// 0.
 fn in_bank(model: &PmuModel, address: u32, base: u32) -> Option<CounterIndex> {
-    CounterIndex::general(address.checked_sub(base)?).filter(|&c| model.has(c))
+    CounterIndex::general(address.checked_sub(base)?).filter(|&c| model.has_counter(c))
 }
 
 /// Returns the four bits of IA32_FIXED_CTR_CTRL that control fixed counter `n`.
@@ -298,7 +298,7 @@ impl VendorOps for Intel {
                 in_bank(model, msr.0, IA32_A_PMC0).map(PmuRegister::FullWidthCounter)
             }
             IA32_FIXED_CTR0..=0x30C => CounterIndex::fixed(msr.0 - IA32_FIXED_CTR0)
-                .filter(|&c| model.has(c))
+                .filter(|&c| model.has_counter(c))
                 .map(PmuRegister::Counter),
             IA32_DEBUGCTL => from(2, PmuRegister::DebugControl),
             IA32_PERF_CAPABILITIES => from(2, PmuRegister::Capabilities),
@@ -321,7 +321,7 @@ impl VendorOps for Intel {
         } else {
             CounterIndex::general(index.0)
         };
-        counter.filter(|&c| model.has(c))
+        counter.filter(|&c| model.has_counter(c))
     }
 
     fn write(&self, model: &PmuModel, register: PmuRegister, value: u64) -> RegisterWriteEffect {

@@ -179,7 +179,7 @@ impl UncountedCounters {
 
     /// Records that the host rejected the counter's event, and schedules a retry like
     /// [`Self::retry`].
-    pub fn refused(&mut self, counter: CounterIndex, now_ns: u64) {
+    pub fn record_rejection(&mut self, counter: CounterIndex, now_ns: u64) {
         self.entries[counter.slot()].refused_ns = Some(now_ns);
         self.retry(counter, now_ns);
     }

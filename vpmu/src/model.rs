@@ -298,7 +298,7 @@ impl PmuModel {
     /// fixed counters remain, because Linux uses the first three regardless of CPUID.0AH:EBX.
     #[must_use]
     pub const fn without_uncountable_slots(self, backability: ArchEventSet) -> Self {
-        let slots = if backability.has(ArchEvent::TopdownSlots) {
+        let slots = if backability.contains(ArchEvent::TopdownSlots) {
             0
         } else {
             1 << 3
@@ -359,7 +359,7 @@ impl PmuModel {
     }
 
     /// Returns whether the model has the counter `counter`.
-    pub const fn has(&self, counter: CounterIndex) -> bool {
+    pub const fn has_counter(&self, counter: CounterIndex) -> bool {
         self.counters_mask() & counter.mask() != 0
     }
 }

@@ -400,7 +400,7 @@ impl CounterEvents for PerfCoreEvents {
             let candidate = self.slots[counter.slot()].candidate();
             let count = candidate.and_then(|candidate| {
                 let handle = candidate.handle.as_ref()?;
-                let held = held.get_or_insert_with(|| handle.hold());
+                let held = held.get_or_insert_with(|| handle.lock_context());
                 if candidate.backing.counts_through_pauses() {
                     held.count(handle).ok()
                 } else {
@@ -411,7 +411,7 @@ impl CounterEvents for PerfCoreEvents {
         }
     }
 
-    fn go_on(&mut self, counters: u64, each: &mut dyn FnMut(CounterIndex, u64) -> Option<u64>) -> u64 {
+    fn resume(&mut self, counters: u64, each: &mut dyn FnMut(CounterIndex, u64) -> Option<u64>) -> u64 {
         let mut held = None;
         let mut stopped = 0;
         for counter in counters_in(counters) {
@@ -420,12 +420,12 @@ impl CounterEvents for PerfCoreEvents {
             };
             let goes_on = open.candidate().and_then(|candidate| {
                 let handle = candidate.handle.as_ref()?;
-                let held = held.get_or_insert_with(|| handle.hold());
+                let held = held.get_or_insert_with(|| handle.lock_context());
                 if candidate.backing.counts_through_pauses() {
                     each(counter, held.count(handle).ok()?);
                     Some(())
                 } else {
-                    held.go_on(handle, |count| each(counter, count)).ok()?.ok()
+                    held.resume(handle, |count| each(counter, count)).ok()?.ok()
                 }
             });
             if goes_on.is_none() {
@@ -471,7 +471,7 @@ impl CounterEvents for PerfCoreEvents {
         std::mem::take(&mut self.unseen) | seen
     }
 
-    fn lost(&mut self, counter: CounterIndex) -> Option<CounterEventLoss> {
+    fn event_loss(&mut self, counter: CounterIndex) -> Option<CounterEventLoss> {
         let failure = self.of(counter)?.failure()?;
         Some(CounterEventLoss {
             since_ns: failure.since_ns,

@@ -228,7 +228,7 @@ impl CounterEvents for SimCounterEvents {
         }
     }
 
-    fn go_on(&mut self, counters: u64, each: &mut dyn FnMut(CounterIndex, u64) -> Option<u64>) -> u64 {
+    fn resume(&mut self, counters: u64, each: &mut dyn FnMut(CounterIndex, u64) -> Option<u64>) -> u64 {
         for counter in counters_in(counters) {
             self.calls += 1;
             let armed = each(counter, self.events[counter.slot()].counted());
@@ -255,7 +255,7 @@ impl CounterEvents for SimCounterEvents {
         std::mem::take(&mut self.unseen)
     }
 
-    fn lost(&mut self, counter: CounterIndex) -> Option<CounterEventLoss> {
+    fn event_loss(&mut self, counter: CounterIndex) -> Option<CounterEventLoss> {
         let since_ns = self.events[counter.slot()].lost?;
         Some(CounterEventLoss {
             since_ns,

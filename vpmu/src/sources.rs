@@ -56,7 +56,7 @@ fn row(event: ArchEvent) -> EventNumbers {
     EventNumbers {
         generic,
         clock,
-        exact: vmm_counts::exact(event),
+        exact: vmm_counts::exact_selector(event),
     }
 }
 
@@ -79,7 +79,7 @@ pub struct HostEventSource {
     pub config: u64,
     /// `true` if the driver is known to count the event. Otherwise the event must be opened to find
     /// out, because the host kernel does not report which raw event numbers exist.
-    pub known: bool,
+    pub is_known: bool,
 }
 
 /// Up to two event sources that can count an event, best first.
@@ -185,18 +185,18 @@ impl CounterBackingSelector {
         };
         let hardware = match row.as_ref().and_then(|row| row.generic) {
             Some(number) => generic
-                .filter(|event| self.opens.has(*event))
+                .filter(|event| self.opens.contains(*event))
                 .map(|_| HostEventSource {
                     backing,
                     ty: EventType::HARDWARE,
                     config: number,
-                    known: true,
+                    is_known: true,
                 }),
             None => raw.filter(|_| own).map(|config| HostEventSource {
                 backing,
                 ty: EventType::RAW,
                 config,
-                known: false,
+                is_known: false,
             }),
         };
         let by_clock = row
@@ -206,13 +206,13 @@ impl CounterBackingSelector {
                 backing: CounterBacking::Clock,
                 ty: EventType::CLOCK,
                 config,
-                known: true,
+                is_known: true,
             });
         let stepped = row.and_then(|row| row.exact).map(|selector| HostEventSource {
             backing: CounterBacking::Exact,
             ty: EventType::VMM_PMU,
             config: selector as u64,
-            known: true,
+            is_known: true,
         });
         match policy {
             // Bus cycles have no fallback. The clock backing counts at a different frequency than
@@ -267,7 +267,7 @@ impl CounterBackingSelector {
             backing,
             ty,
             config,
-            known: true,
+            is_known: true,
         })
     }
 
@@ -329,14 +329,14 @@ impl CounterBackingSelector {
 
     /// Returns the source of an architectural event for a model of `vendor`, if the event is known
     /// to count.
-    pub fn known(&self, event: ArchEvent, vendor: Vendor) -> Option<HostEventSource> {
+    pub fn known_source(&self, event: ArchEvent, vendor: Vendor) -> Option<HostEventSource> {
         let candidates = self.candidates(self.policy, vendor, Some(event), None);
-        candidates.into_iter().flatten().find(|source| source.known)
+        candidates.into_iter().flatten().find(|source| source.is_known)
     }
 
     /// Returns the events that the CPUID of a model of `vendor` may report as available.
-    pub fn backability(&self, vendor: Vendor) -> ArchEventSet {
-        let counted = |event: &ArchEvent| self.known(*event, vendor).is_some();
+    pub fn available_events(&self, vendor: Vendor) -> ArchEventSet {
+        let counted = |event: &ArchEvent| self.known_source(*event, vendor).is_some();
         ArchEvent::ALL.into_iter().filter(counted).collect()
     }
 
@@ -365,7 +365,7 @@ impl CounterBackingSelector {
                 backing: CounterBacking::Software,
                 ty: EventType::SCHED,
                 config: sched::WAIT_NS,
-                known: true,
+                is_known: true,
             }),
             _ => self.paravirtual(event),
         }
@@ -445,7 +445,7 @@ mod tests {
 
     fn agree(sources: &CounterBackingSelector, vendor: Vendor, event: ArchEvent) {
         let case = format!("{event:?} of a model of {vendor:?} with {sources:?}");
-        let promised = sources.backability(vendor).has(event);
+        let promised = sources.available_events(vendor).contains(event);
         for selection in [
             EventSelection::General(EventSelect(0x12), UnitMask(0x34)),
             EventSelection::Fixed(0),
@@ -457,13 +457,13 @@ mod tests {
                 ..request(vendor, 0, 0)
             };
             let candidates: Vec<HostEventSource> = sources.of_request(&asked).collect();
-            let counted = candidates.iter().find(|source| source.known);
+            let counted = candidates.iter().find(|source| source.is_known);
             assert_eq!(promised, counted.is_some(), "{case}");
-            assert_eq!(sources.known(event, vendor), counted.copied(), "{case}");
+            assert_eq!(sources.known_source(event, vendor), counted.copied(), "{case}");
             // An event that CPUID does not report can only be tried with its raw number, on a host
             // of the same vendor.
             let tried = |source: &HostEventSource| {
-                source.known || source.ty == EventType::RAW && sources.hardware == Some(vendor)
+                source.is_known || source.ty == EventType::RAW && sources.hardware == Some(vendor)
             };
             assert!(candidates.iter().all(tried), "{case}");
             let ours = sources
@@ -527,7 +527,7 @@ mod tests {
                 .exact_for_operator(event)
                 .map(|source| (source.ty, source.config));
             let selector = match event {
-                ArchEvent::Instructions | ArchEvent::Branches => vmm_counts::exact(event),
+                ArchEvent::Instructions | ArchEvent::Branches => vmm_counts::exact_selector(event),
                 _ => None,
             };
             let expected = selector.map(|selector| (EventType::VMM_PMU, selector as u64));
@@ -665,7 +665,7 @@ mod tests {
         assert_eq!(found(auto, Some(Vendor::Amd), piledriver), []);
         assert_eq!(found(auto, Some(Vendor::Intel), 0x0006_06A6), []);
         assert_eq!(found(CounterBackingPolicy::Clock, None, zen2), []);
-        let vmm_counts = vmm_counts::exact(ArchEvent::SpeculativeLocks).unwrap() as u64;
+        let vmm_counts = vmm_counts::exact_selector(ArchEvent::SpeculativeLocks).unwrap() as u64;
         assert_eq!(
             found(CounterBackingPolicy::Exact, None, zen2),
             [(EventType::VMM_PMU, vmm_counts)]

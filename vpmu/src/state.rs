@@ -203,7 +203,7 @@ impl Vpmu {
         let mut seen = 0;
         for _ in 0..reader.u8()? {
             let counter = CounterIndex::from_bit(u32::from(reader.u8()?))
-                .filter(|&c| model.has(c) && seen & c.mask() == 0)
+                .filter(|&c| model.has_counter(c) && seen & c.mask() == 0)
                 .ok_or(VpmuStateError::Impossible(
                     "a counter is there twice or does not exist",
                 ))?;
@@ -262,7 +262,7 @@ impl CounterEvents for NoEvents {
 
     fn pause(&mut self, _: u64, _: &mut dyn FnMut(CounterIndex, u64)) {}
 
-    fn go_on(&mut self, _: u64, _: &mut dyn FnMut(CounterIndex, u64) -> Option<u64>) -> u64 {
+    fn resume(&mut self, _: u64, _: &mut dyn FnMut(CounterIndex, u64) -> Option<u64>) -> u64 {
         0
     }
 
@@ -278,7 +278,7 @@ impl CounterEvents for NoEvents {
         false
     }
 
-    fn lost(&mut self, _: CounterIndex) -> Option<CounterEventLoss> {
+    fn event_loss(&mut self, _: CounterIndex) -> Option<CounterEventLoss> {
         None
     }
 

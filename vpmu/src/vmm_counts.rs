@@ -19,7 +19,7 @@ pub const EXACT: [ArchEvent; 7] = [
 
 /// Returns the selector of an event that the exact backing counts, or `None` for other events. The
 /// exact backing counts retired instructions for every cycle event.
-pub fn exact(event: ArchEvent) -> Option<usize> {
+pub fn exact_selector(event: ArchEvent) -> Option<usize> {
     let counted = match event {
         ArchEvent::CoreCycles | ArchEvent::RefCycles | ArchEvent::BusCycles => ArchEvent::Instructions,
         other => other,
@@ -38,10 +38,13 @@ mod tests {
 
     #[test]
     fn every_selector_has_one_meaning() {
-        let mut seen: Vec<usize> = EXACT.iter().filter_map(|&event| exact(event)).collect();
+        let mut seen: Vec<usize> = EXACT.iter().filter_map(|&event| exact_selector(event)).collect();
         seen.extend(ParavirtualEvent::ALL.map(paravirtual));
         assert_eq!(seen, (0..SELECTORS).collect::<Vec<_>>());
-        assert_eq!(exact(ArchEvent::CoreCycles), exact(ArchEvent::Instructions));
-        assert_eq!(exact(ArchEvent::CacheMisses), None);
+        assert_eq!(
+            exact_selector(ArchEvent::CoreCycles),
+            exact_selector(ArchEvent::Instructions)
+        );
+        assert_eq!(exact_selector(ArchEvent::CacheMisses), None);
     }
 }

@@ -776,7 +776,7 @@ impl Vpmu {
             CounterEnableOutcome::Refused(lack) => {
                 let now_ns = events.now_ns();
                 self.lost.begin(counter, now_ns, now_ns);
-                self.lost.refused(counter, now_ns);
+                self.lost.record_rejection(counter, now_ns);
                 self.lost.warn(counter, &request.event, lack, false, now_ns);
             }
         }

@@ -11,7 +11,9 @@ use std::process::ExitCode;
 use std::time::Duration;
 
 use clap::{Parser, value_parser};
-use comparisons::{ComparisonError, by_turns, cell, exit_code, qemu, spread, until, write_figures};
+use comparisons::{
+    ComparisonError, by_turns, cell, exit_code, qemu, run_until_output, spread, write_figures,
+};
 use integration::artefacts::target_dir;
 use integration::debian::{CMDLINE, DebianTestHost};
 use integration::footprint::footprint;
@@ -192,7 +194,7 @@ fn compare(asked: &Options) -> Result<bool, ComparisonError> {
         if round == 0 {
             println!("$ {}", command.line());
         }
-        until(place, &command, "login:", LIMIT, |login| loads(place, login))
+        run_until_output(place, &command, "login:", LIMIT, |login| loads(place, login))
     })?;
     print!("{}", table(&all, &ways));
     let value = json!({ "rounds": rounds, "seconds": seconds, "place": place.describe(), "figures": all });

@@ -8,7 +8,9 @@
 use std::process::ExitCode;
 
 use clap::{Parser, value_parser};
-use comparisons::{ComparisonError, by_turns, cell, exit_code, lab, qemu, spread, until, write_figures};
+use comparisons::{
+    ComparisonError, by_turns, cell, exit_code, lab, qemu, run_until_output, spread, write_figures,
+};
 use integration::footprint::footprint;
 use integration::guest::LinuxGuest;
 use integration::lab::LabOptions;
@@ -113,7 +115,7 @@ fn of_qemu(perfvisor: &HostCommand, machine: &str) -> Result<HostCommand, Compar
 
 /// Boots one VM, measures the VMM when the guest's init runs, and kills the VMM.
 fn turn(place: &TestHost, command: &HostCommand) -> Result<Start, ComparisonError> {
-    until(place, command, INIT, ProcessTimeLimits::GENEROUS, |init_s| {
+    run_until_output(place, command, INIT, ProcessTimeLimits::GENEROUS, |init_s| {
         let held = footprint(place, GUEST_MIB.into())?;
         Ok(Start {
             init_s,

@@ -101,13 +101,13 @@ impl Talker {
         Ok(Self { child, stdin, lines })
     }
 
-    fn say(&mut self, line: &str) -> Result<(), ComparisonError> {
+    fn send_line(&mut self, line: &str) -> Result<(), ComparisonError> {
         writeln!(self.stdin, "{line}")?;
         Ok(self.stdin.flush()?)
     }
 
     /// Reads lines until one contains `words`, and returns this line.
-    fn hear(&mut self, words: &str) -> Result<String, ComparisonError> {
+    fn wait_for_line(&mut self, words: &str) -> Result<String, ComparisonError> {
         loop {
             let mut line = String::new();
             if self.lines.read_line(&mut line)? == 0 {
@@ -195,15 +195,19 @@ fn guests(options: &Options, vms: usize, place: &Path) -> Result<(Vec<Talker>, f
         let fixed = "run --builtin validate --pmu amd --memory 32M --name";
         let words: Vec<&str> = fixed.split(' ').chain([&*name]).collect();
         let mut guest = Talker::start(&mut perfvisor(options, place, &words))?;
-        let hello = guest.hear("hello").map_err(|error| format!("VM {n}: {error}"))?;
+        let hello = guest
+            .wait_for_line("hello")
+            .map_err(|error| format!("VM {n}: {error}"))?;
         tsc_hz = serde_json::from_str::<serde_json::Value>(&hello)?["tsc_hz"]
             .as_f64()
             .ok_or("no tsc_hz")?;
-        guest.say(&format!(
+        guest.send_line(&format!(
             "measure work=busy n={} cpl=3 {COUNTERS} f=0 period=0 cpus=1",
             options.work
         ))?;
-        guest.hear("ready").map_err(|error| format!("VM {n}: {error}"))?;
+        guest
+            .wait_for_line("ready")
+            .map_err(|error| format!("VM {n}: {error}"))?;
         guests.push(guest);
     }
     Ok((guests, tsc_hz))
@@ -227,8 +231,8 @@ fn over_and_beyond(
     let vms = guests.len() as f64;
     let (mut over_own, mut beyond) = (Vec::new(), Vec::new());
     for (guest, cpu_s) in guests.iter_mut().zip(guest_s) {
-        guest.say("")?;
-        let result: serde_json::Value = serde_json::from_str(&guest.hear("\"result\"")?)?;
+        guest.send_line("")?;
+        let result: serde_json::Value = serde_json::from_str(&guest.wait_for_line("\"result\"")?)?;
         let cycles = result["cpus"][0]["c"][0]
             .as_f64()
             .ok_or("a result without a count")?;
@@ -243,7 +247,8 @@ fn over_and_beyond(
 fn turn_unobserved(options: &Options, vms: usize, place: &Path) -> Result<f64, ComparisonError> {
     let (guests, tsc_hz) = guests(options, vms, place)?;
     let began = Instant::now();
-    let (guest_s, mut guests) = all_at_once(guests, |g| g.say(""), |g| g.hear("done").map(drop))?;
+    let (guest_s, mut guests) =
+        all_at_once(guests, |g| g.send_line(""), |g| g.wait_for_line("done").map(drop))?;
     let passed = began.elapsed().as_secs_f64() * vms as f64;
     Ok(over_and_beyond(&mut guests, &guest_s, tsc_hz, passed)?.0)
 }
@@ -268,7 +273,8 @@ fn turn(options: &Options, vms: usize, place: &Path) -> Result<Turn, ComparisonE
         move || scrape(socket, stop, scrapes)
     });
     let (began, exporter_s, recorder_s) = (Instant::now(), cpu_s(exporter.0.id()), cpu_s(recorder.0.id()));
-    let (guest_s, mut guests) = all_at_once(guests, |g| g.say(""), |g| g.hear("done").map(drop))?;
+    let (guest_s, mut guests) =
+        all_at_once(guests, |g| g.send_line(""), |g| g.wait_for_line("done").map(drop))?;
     let passed = began.elapsed().as_secs_f64() * vms as f64;
     let spent = |pid, before| (cpu_s(pid) - before) / passed;
     let (exporter_share, recorder_share) = (

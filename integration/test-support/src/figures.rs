@@ -44,7 +44,7 @@ impl BenchmarkFigure {
 }
 
 /// Returns whether cargo only tests or lists the benchmarks. Measured times are then meaningless.
-pub fn only_tried() -> bool {
+pub fn is_dry_run() -> bool {
     std::env::args().any(|a| a == "--test" || a == "--list")
 }
 
@@ -73,7 +73,7 @@ pub fn report(
             .value
             .map_or("not measured".into(), |v| format!("{v:.3} {}", figure.unit));
         let said = match met {
-            _ if only_tried() => "",
+            _ if is_dry_run() => "",
             Some(true) => ": met",
             Some(false) => ": MISSED",
             None => "",
@@ -84,7 +84,7 @@ pub fn report(
         }));
     }
     more.insert("figures".into(), all.into());
-    if only_tried() {
+    if is_dry_run() {
         println!("  (tried once: the values say nothing, and are not kept)");
         return;
     }

@@ -39,7 +39,7 @@ fn shown(output: &ProcessOutput) -> String {
     )
 }
 
-fn the_built_in_guest_sees_what_it_expects(place: &TestHost) {
+fn check_built_in_guest(place: &TestHost) {
     for model in ["intel", "amd"] {
         // The guest reports measurements that host load made inconclusive. Actual errors fail
         // immediately.
@@ -126,8 +126,8 @@ fn the_vpmu_test_kernel_passes(place: &TestHost) {
 }
 
 #[test]
-fn built_in_guest_sees_what_it_expects_here() {
-    the_built_in_guest_sees_what_it_expects(&here());
+fn built_in_guest_reports_expected_counts() {
+    check_built_in_guest(&here());
 }
 
 #[test]
@@ -142,8 +142,8 @@ fn builtin_guest_passes_on_hardware_kvm() {
     if probe_kvm() == KvmGuestSupport::Hardware {
         return skipped("this machine's own KVM is a real one, and was tested", false);
     }
-    let place = TestHost::alone().unwrap_or_else(|error| panic!("{error}"));
-    the_built_in_guest_sees_what_it_expects(&place);
+    let place = TestHost::exclusive().unwrap_or_else(|error| panic!("{error}"));
+    check_built_in_guest(&place);
 }
 
 #[test]
@@ -151,12 +151,12 @@ fn vpmu_test_kernel_passes_on_a_real_kvm() {
     if probe_kvm() == KvmGuestSupport::Hardware {
         return skipped("this machine's own KVM is a real one, and was tested", false);
     }
-    let place = TestHost::alone().unwrap_or_else(|error| panic!("{error}"));
+    let place = TestHost::exclusive().unwrap_or_else(|error| panic!("{error}"));
     the_vpmu_test_kernel_passes(&place);
 }
 
 #[test]
-fn without_a_pmu_the_built_in_guest_says_so() {
+fn built_in_guest_reports_missing_pmu() {
     let output = run(&here(), &["--pmu", "off"]);
     assert!(output.success(), "{}", shown(&output));
 }

@@ -95,7 +95,7 @@ impl ModelTests {
     }
 
     fn run(&self, cpus: u32, script: &str) -> Result<GuestRun, String> {
-        let place = TestHost::alone().map_err(|error| error.to_string())?;
+        let place = TestHost::exclusive().map_err(|error| error.to_string())?;
         let run = LinuxGuest::new(format!("{}-{cpus}cpu", self.pmu), self.pmu)
             .cpus(cpus)
             .script(script)

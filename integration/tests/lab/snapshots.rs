@@ -183,7 +183,7 @@ fn cut_in_two(place: &TestHost, guest: &LinuxGuest, options: &[&str], twice: boo
 
 /// Starts the guest and migrates it to another VM process on the same host. `migrate` contains
 /// additional options of `ctl migrate`.
-fn moved(place: &TestHost, guest: &LinuxGuest, options: &[&str], migrate: &[&str]) -> GuestRun {
+fn run_and_migrate(place: &TestHost, guest: &LinuxGuest, options: &[&str], migrate: &[&str]) -> GuestRun {
     let source = place.start(&guest.command(place).unwrap()).unwrap();
     let has_marker = source.wait_for("marker-cut", LIMIT);
     assert!(has_marker, "{}", source.stdout_so_far());
@@ -305,7 +305,7 @@ fn perf_in_linux_continues_in_another_process() {
     let place = TestHost::shared().unwrap_or_else(|error| panic!("{error}"));
     let disk = empty_disk(&place, "migration-disk", "1M");
     let guest = perf_guest("migration", &disk);
-    perf_continues(&moved(&place, &guest, &["--disk", &disk], &[]));
+    perf_continues(&run_and_migrate(&place, &guest, &["--disk", &disk], &[]));
 }
 
 /// `perf stat` and `perf record` in the guest continue after a migration by stream, which sends the
@@ -317,7 +317,7 @@ fn perf_in_linux_continues_after_a_stream() {
     let disk = empty_disk(&place, "stream-disk", "1M");
     let guest = perf_guest("stream", &disk);
     let stream = ["--stream", "--downtime", STREAM_DOWNTIME_MS];
-    perf_continues(&moved(&place, &guest, &["--disk", &disk], &stream));
+    perf_continues(&run_and_migrate(&place, &guest, &["--disk", &disk], &stream));
 }
 
 /// Returns a guest that runs [`SCRIPT`].

@@ -213,7 +213,7 @@ fn validate_rejects_linux_on_software_kvm() {
 }
 
 fn a_linux_guest_counts_right(pmu: &str) {
-    let place = TestHost::alone().unwrap_or_else(|error| panic!("{error}"));
+    let place = TestHost::exclusive().unwrap_or_else(|error| panic!("{error}"));
     let kernel = place.guest_file("vmlinux").unwrap();
     let initrd = place.guest_file("initrd").unwrap();
     let arguments = ["--json", "--pmu", pmu, "--kernel", &kernel, "--initrd", &initrd];

@@ -17,7 +17,7 @@ impl Pmu for NoopPmu {
     fn name(&self) -> &'static str {
         "nothing"
     }
-    fn serves(&self, ty: EventType) -> bool {
+    fn supports_type(&self, ty: EventType) -> bool {
         ty == EventType::SIM || ty == EventType::HARDWARE
     }
     fn capacity(&self) -> PmuCapacity {

@@ -163,7 +163,7 @@ pub fn run(trace: &Trace, policy: MuxPolicy, turn_ns: u64, grid_ns: u64, seed: u
         if now >= trace.length_ns {
             break;
         }
-        left = queue.turn(now);
+        left = queue.rotate_if_due(now);
         if left.is_some()
             && let Some(key) = queue.mid_slice()
         {

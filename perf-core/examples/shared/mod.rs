@@ -124,8 +124,8 @@ impl Pmu for LimitedPmu {
     fn name(&self) -> &'static str {
         "few"
     }
-    fn serves(&self, ty: EventType) -> bool {
-        self.host.serves(ty)
+    fn supports_type(&self, ty: EventType) -> bool {
+        self.host.supports_type(ty)
     }
     fn capacity(&self) -> PmuCapacity {
         PmuCapacity::counters(self.slots)

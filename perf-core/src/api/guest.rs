@@ -24,7 +24,7 @@ impl PerfCore {
     /// Writes an MMAP record for `mapping` to the rings of the events that request MMAP records.
     pub fn mmap_record(&self, mapping: &GuestMmapEvent<'_>) {
         let core = &self.inner;
-        if !core.wanted.mmap() {
+        if !core.record_demand.mmap() {
             return;
         }
         let mode = if mapping.kernel {

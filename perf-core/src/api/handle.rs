@@ -41,7 +41,7 @@ impl Drop for HandleInner {
 impl HandleInner {
     pub fn new(core: Arc<CoreInner>, user: User, event: EventRef) -> Self {
         core.gates.add(&event.shared.attr);
-        core.wanted.add(&event.shared.attr);
+        core.record_demand.add(&event.shared.attr);
         Self {
             core,
             user,
@@ -62,7 +62,7 @@ impl HandleInner {
         self.event.release_output();
         self.event.remove();
         self.core.gates.remove(&self.event.shared.attr);
-        self.core.wanted.remove(&self.event.shared.attr);
+        self.core.record_demand.remove(&self.event.shared.attr);
         self.core.opened.remove(self.event.shared.id);
     }
 

@@ -34,7 +34,7 @@ impl std::fmt::Debug for LockedContext<'_> {
 impl EventHandle {
     /// Locks the context that contains the event.
     #[must_use]
-    pub fn hold(&self) -> LockedContext<'_> {
+    pub fn lock_context(&self) -> LockedContext<'_> {
         let cell = &*self.inner.event.cell;
         LockedContext {
             cell,
@@ -70,7 +70,7 @@ impl LockedContext<'_> {
         let count = event.count();
         if event.is_lost() {
             let now_ns = self.cell.now_ns();
-            self.context.notice(key, now_ns);
+            self.context.handle_lost_slot(key, now_ns);
         }
         Ok(count)
     }
@@ -78,7 +78,7 @@ impl LockedContext<'_> {
     /// Pauses counting of the event and returns its count.
     ///
     /// A paused event remains scheduled: it keeps its slot, and its times advance. Pausing an event
-    /// and resuming it with [`LockedContext::go_on`] is much cheaper than [`EventHandle::stop`] and
+    /// and resuming it with [`LockedContext::resume`] is much cheaper than [`EventHandle::stop`] and
     /// [`EventHandle::start`]. The event also resumes when the core schedules it out and in again.
     ///
     /// # Errors
@@ -99,7 +99,7 @@ impl LockedContext<'_> {
     /// # Errors
     ///
     /// Returns the same errors as [`EventHandle::arm`] and [`LockedContext::count`].
-    pub fn go_on(
+    pub fn resume(
         &mut self,
         handle: &EventHandle,
         overflow_in: impl FnOnce(u64) -> Option<u64>,
@@ -116,7 +116,7 @@ impl LockedContext<'_> {
             return Err(PerfEventControlError::Invalid(NOT_ARMABLE));
         }
         let cell = self.cell;
-        let went = self.context.go_on(key, overflow_in, || cell.now_ns());
+        let went = self.context.resume(key, overflow_in, || cell.now_ns());
         Ok(went.map_err(|error| PinnedEventFailureCause::of(&error)))
     }
 }

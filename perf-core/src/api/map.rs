@@ -81,7 +81,7 @@ impl EventHandle {
                 })
                 .ok();
         }
-        ring.keep(Box::new(charge));
+        ring.attach_charge(Box::new(charge));
         {
             let mut state = event.output_state();
             state.own = Some(Arc::new(Output {

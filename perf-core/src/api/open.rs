@@ -131,7 +131,7 @@ impl PerfCore {
             (_, EventOpenTarget::Vm) => Owner::OperatorVm,
             (_, EventOpenTarget::Vcpu(_)) => Owner::OperatorVcpu,
         };
-        let place = core.place(&attr, cell, owner, leader)?;
+        let place = core.place_event(&attr, cell, owner, leader)?;
         let output = if flags.output {
             let target = group.ok_or(PerfEventOpenError::Group("no handle to redirect the output to"))?;
             target
@@ -207,7 +207,7 @@ impl CoreInner {
         let key = {
             let mut context = cell.lock();
             let reserved = self.limits.reserved_slots.load(Ordering::Relaxed);
-            let place = hardware.map(|h| (context.pool(h.driver, h.counters, reserved), h.fits));
+            let place = hardware.map(|h| (context.pool(h.driver, h.counters, reserved), h.suitable_counters));
             let mut event = Event::new(Arc::clone(&shared), None, place, source, enabled);
             // Sets the output before the event is added to the context, because the first record
             // may be written immediately.

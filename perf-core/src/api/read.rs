@@ -196,7 +196,7 @@ impl EventHandle {
             .ok_or(PerfEventControlError::Closed)?;
         let count = live.count();
         if live.is_lost() {
-            context.notice(event.key, event.cell.now_ns());
+            context.handle_lost_slot(event.key, event.cell.now_ns());
         }
         Ok(count)
     }

@@ -79,9 +79,9 @@ impl VcpuEventContext {
         exchange_stats(&mut a, &mut b, now_ns);
         std::mem::swap(&mut a.errors, &mut b.errors);
         let identity = mine
-            .who
-            .swap(theirs.who.load(Ordering::Relaxed), Ordering::Relaxed);
-        theirs.who.store(identity, Ordering::Relaxed);
+            .owner
+            .swap(theirs.owner.load(Ordering::Relaxed), Ordering::Relaxed);
+        theirs.owner.store(identity, Ordering::Relaxed);
         self.cell.store(Arc::clone(&theirs));
         next.cell.store(Arc::clone(&mine));
         true

@@ -110,10 +110,10 @@ impl VcpuEventContext {
     /// Checks whether running events still hold their hardware counters. Takes at most one system
     /// call per hardware event. Events that lost their counter enter the error state or wait for
     /// the next rotation. [`crate::PerfCore::tick`] calls this method periodically.
-    pub fn look(&self) {
+    pub fn check_lost_counters(&self) {
         let cell = self.cell.load();
         let now_ns = cell.now_ns();
-        cell.lock().look(now_ns);
+        cell.lock().check_lost_slots(now_ns);
     }
 
     /// Services the overflows of this context: accounts for them, writes SAMPLE records, and calls

@@ -77,7 +77,7 @@ impl PerfCore {
             cell: ArcSwap::new(cell),
             core: Arc::downgrade(&self.inner),
             gates: Arc::clone(&self.inner.gates),
-            gone: AtomicBool::new(false),
+            removed: AtomicBool::new(false),
             errors,
             handled_errors: AtomicU64::new(0),
         });
@@ -185,7 +185,7 @@ impl PerfCore {
             .ok_or(PerfEventOpenError::NoSuchVcpu(vcpu))?;
         let list: Vec<_> = vcpus.iter().filter(|v| v.id() != vcpu).map(Arc::clone).collect();
         self.inner.vcpus.store(Arc::new(list));
-        context.gone.store(true, Ordering::Relaxed);
+        context.removed.store(true, Ordering::Relaxed);
         self.inner.exit(&context.cell.load_full());
         Ok(())
     }

@@ -10,7 +10,7 @@ use crate::pmu::{PmuEventTarget, VcpuId};
 use crate::schedule::{MuxConfig, SharePolicy};
 use crate::time::Clock;
 
-/// Value of [`ContextCell::who`] for the VM context. No vCPU has this value, because no thread has
+/// Value of [`ContextCell::owner`] for the VM context. No vCPU has this value, because no thread has
 /// the ID -1.
 const VM: u64 = u64::MAX;
 
@@ -41,7 +41,7 @@ pub(crate) struct ContextCell {
     clock: Arc<dyn Clock>,
     /// Owner of the context: [`VM`], or the vCPU number in the upper half and the thread ID in the
     /// lower half.
-    pub who: AtomicU64,
+    pub owner: AtomicU64,
     /// Reference to [`Context::to_serve`], which can be read without the lock.
     pub to_serve: Arc<AtomicBool>,
     /// Number of events in the context that count software events raised by the VMM. Can be read
@@ -67,7 +67,7 @@ impl ContextCell {
             record_tid,
             is_vcpu: matches!(whose, ContextOwner::Vcpu(..)),
             clock,
-            who: AtomicU64::new(vcpu.map_or(VM, |(vcpu, tid)| {
+            owner: AtomicU64::new(vcpu.map_or(VM, |(vcpu, tid)| {
                 u64::from(vcpu.0) << 32 | u64::from(tid.cast_unsigned())
             })),
             raised_events: AtomicUsize::new(0),
@@ -82,7 +82,7 @@ impl ContextCell {
         reason = "the halves of the word are taken apart"
     )]
     pub fn vcpu(&self) -> Option<(VcpuId, i32)> {
-        match self.who.load(Ordering::Relaxed) {
+        match self.owner.load(Ordering::Relaxed) {
             VM => None,
             who => Some((VcpuId((who >> 32) as u32), (who as u32).cast_signed())),
         }

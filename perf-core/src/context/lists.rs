@@ -13,7 +13,7 @@ impl Context {
     /// Adds an event to a list, unless the list already contains the event.
     pub fn add_to_list(&mut self, list: EventList, key: EventKey) {
         let keys = self.lists.keys(list);
-        self.events[key].places.of(list).get_or_insert_with(|| {
+        self.events[key].list_positions.of(list).get_or_insert_with(|| {
             keys.push(key);
             keys.len() - 1
         });
@@ -22,13 +22,13 @@ impl Context {
     /// Removes an event from a list, if present. The last event of the list moves to the free
     /// position.
     pub fn remove_from_list(&mut self, list: EventList, key: EventKey) {
-        let Some(at) = self.events[key].places.of(list).take() else {
+        let Some(at) = self.events[key].list_positions.of(list).take() else {
             return;
         };
         let keys = self.lists.keys(list);
         keys.swap_remove(at);
         if let Some(&moved) = keys.get(at) {
-            *self.events[moved].places.of(list) = Some(at);
+            *self.events[moved].list_positions.of(list) = Some(at);
         }
     }
 
@@ -37,10 +37,10 @@ impl Context {
     /// frequency. Has no effect on any other event.
     pub fn add_to_lists(&mut self, key: EventKey) {
         let event = &mut self.events[key];
-        if event.state != EventState::Active || !event.sampling.is_on() {
+        if event.state != EventState::Active || !event.sampling.can_overflow() {
             return;
         }
-        let (throttled, frequency) = (event.sampling.throttled, event.sampling.adapts());
+        let (throttled, frequency) = (event.sampling.throttled, event.sampling.is_adaptive());
         // Keeps raised events in a separate list, because only drivers signal overflows, so
         // overflow servicing need not visit raised events.
         if matches!(event.source, Source::Driver(_)) {

@@ -3,7 +3,7 @@
 //! A pinned event fails if no slot is available, if its driver cannot start it, or if the host
 //! takes its counter away. The kernel reports a counter that was taken away only as an end of file
 //! on the next read. Active events are therefore checked whenever they are read, and periodically
-//! with a rate limit ([`crate::VcpuEventContext::look`] and [`crate::PerfCore::tick`]). A
+//! with a rate limit ([`crate::VcpuEventContext::check_lost_counters`] and [`crate::PerfCore::tick`]). A
 //! multiplexed event waits for the next rotation instead of failing.
 //!
 //! The owner of an event detects a failure with [`crate::VcpuEventContext::errors`], which costs
@@ -24,14 +24,14 @@ const LOOK_INTERVAL_NS: u64 = 20_000_000;
 impl Context {
     /// Checks whether the active hardware events still hold their counters. Takes at most one
     /// system call per event.
-    pub fn look(&mut self, now_ns: u64) {
+    pub fn check_lost_slots(&mut self, now_ns: u64) {
         if !self.clock.is_active() {
             return;
         }
         self.looked_ns = now_ns;
         let mut gone: SmallVec<[EventKey; 4]> = SmallVec::new();
         for pool in self.pools.iter() {
-            for &group in &pool.on {
+            for &group in &pool.active {
                 for &key in &self.groups[group].members {
                     let event = &mut self.events[key];
                     if event.state == EventState::Active
@@ -46,14 +46,14 @@ impl Context {
             }
         }
         for key in gone {
-            self.notice(key, now_ns);
+            self.handle_lost_slot(key, now_ns);
         }
     }
 
-    /// Performs [`Context::look`], unless the last check was less than [`LOOK_INTERVAL_NS`] ago.
+    /// Performs [`Context::check_lost_slots`], unless the last check was less than [`LOOK_INTERVAL_NS`] ago.
     pub fn look_periodically(&mut self, now_ns: u64) {
         if now_ns.saturating_sub(self.looked_ns) >= LOOK_INTERVAL_NS {
-            self.look(now_ns);
+            self.check_lost_slots(now_ns);
         }
     }
 
@@ -61,7 +61,7 @@ impl Context {
     /// event's counter away. Call this method after a read of the event. Cheap if the event still
     /// has its counter.
     #[inline]
-    pub fn notice(&mut self, key: EventKey, now_ns: u64) {
+    pub fn handle_lost_slot(&mut self, key: EventKey, now_ns: u64) {
         let event = &self.events[key];
         let Source::Driver(driver) = &event.source else {
             return;

@@ -37,7 +37,11 @@ impl Context {
             let parked = &mut self.pools[pool].parked;
             parked.reserve(events.saturating_sub(parked.len()));
         }
-        let Group { members, wants, .. } = &mut self.groups[group];
+        let Group {
+            members,
+            counter_requests: wants,
+            ..
+        } = &mut self.groups[group];
         self.entries
             .reserve(members.len().saturating_sub(self.entries.len()));
         if pool.is_some() {
@@ -72,7 +76,7 @@ impl Context {
         let pool = self.groups[group].pool;
         let was_leader = self.is_leader(key);
         self.settle_group_times(group, now_ns);
-        if self.groups[group].on {
+        if self.groups[group].active {
             // Removing a leader schedules out its group. Removing a sibling affects only the
             // sibling.
             if was_leader {
@@ -153,7 +157,7 @@ impl Context {
         if may_run {
             self.update_wants(group);
             self.enqueue(group);
-            self.go(group, now_ns);
+            self.schedule_group(group, now_ns);
         }
     }
 }

@@ -135,7 +135,7 @@ impl Context {
             waiting_groups: self
                 .pools
                 .iter()
-                .map(|p| p.queued() + p.parked.len() - p.on.len())
+                .map(|p| p.queued() + p.parked.len() - p.active.len())
                 .sum(),
             samples: self.samples,
             lost_samples: self.lost_samples,
@@ -180,7 +180,7 @@ impl Context {
         let event = &mut self.events[key];
         let count = event.arm(overflow_in)?;
         // An active event that is armed for the first time can now overflow.
-        if event.places.of(EventList::Armed).is_none() {
+        if event.list_positions.of(EventList::Armed).is_none() {
             self.add_to_lists(key);
         }
         Ok(count)
@@ -201,18 +201,18 @@ impl Context {
 
     /// Resumes an event that [`Context::pause`] paused, if the event is still active. On failure,
     /// the event is scheduled out.
-    pub fn go_on(
+    pub fn resume(
         &mut self,
         key: EventKey,
         overflow_in: Option<u64>,
         now_ns: impl FnOnce() -> u64,
     ) -> Result<(), PmuError> {
         let event = &mut self.events[key];
-        if let Err(error) = event.go_on(overflow_in) {
+        if let Err(error) = event.resume(overflow_in) {
             self.handle_restart_failure(key, &error, now_ns());
             return Err(error);
         }
-        if overflow_in.is_some() && event.places.of(EventList::Armed).is_none() {
+        if overflow_in.is_some() && event.list_positions.of(EventList::Armed).is_none() {
             self.add_to_lists(key);
         }
         Ok(())
@@ -253,7 +253,7 @@ impl Context {
             return;
         }
         self.enqueue(group);
-        self.go(group, now_ns);
+        self.schedule_group(group, now_ns);
     }
 
     /// Disables an event. Disabling a group leader schedules out the whole group, but only the
@@ -311,7 +311,11 @@ impl Context {
     }
 
     fn recount_wants(&mut self, group: MuxGroupKey) {
-        let Group { members, wants, .. } = &mut self.groups[group];
+        let Group {
+            members,
+            counter_requests: wants,
+            ..
+        } = &mut self.groups[group];
         let events = &self.events;
         let wanting = |key: EventKey| events[key].pool.is_some() && events[key].state >= EventState::Inactive;
         let before = wants.len();
@@ -323,8 +327,8 @@ impl Context {
                 changed = true;
                 wants.push(CounterRequest {
                     event,
-                    fits: events[event].fits,
-                    seat: None,
+                    suitable: events[event].suitable_counters,
+                    previous_counter: None,
                 });
             }
         }
@@ -350,7 +354,7 @@ impl Context {
 
     fn unqueue(&mut self, group: MuxGroupKey) {
         self.groups[group].queued = false;
-        if std::mem::take(&mut self.groups[group].refused) {
+        if std::mem::take(&mut self.groups[group].rejected) {
             self.refused.retain(|refused| *refused != group);
         }
         if let Some(pool) = self.groups[group].pool {

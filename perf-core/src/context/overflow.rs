@@ -62,7 +62,7 @@ pub(crate) struct ServicePass<'a> {
     pub tick_hz: u64,
     pub sample_rate_hz: u64,
     /// Registers of the vCPU, or `None` if the registers are unknown and no sample can be taken.
-    pub seen: Option<SampledRegs<'a>>,
+    pub regs: Option<SampledRegs<'a>>,
     pub batch: &'a mut ReportBatch,
 }
 
@@ -103,7 +103,7 @@ impl Context {
             {
                 let passed = event.sampling.passed(raw);
                 event.sampling.pending = event.sampling.pending.saturating_add(passed);
-                if event.sampling.is_on()
+                if event.sampling.can_overflow()
                     && let Err(error) = driver.rearm(raw, event.sampling.remaining(raw))
                 {
                     log::warn!("cannot re-arm event {}: {error}", event.shared.id);
@@ -136,7 +136,7 @@ impl Context {
             let Some(event) = self.events.get_mut(key) else {
                 continue;
             };
-            if event.needs_branches() && pass.seen.is_some_and(|seen| seen.branches.is_none()) {
+            if event.needs_branches() && pass.regs.is_some_and(|seen| seen.branches.is_none()) {
                 noticed.postponed.push(key);
                 continue;
             }
@@ -191,7 +191,7 @@ impl Context {
     /// up to the event's overflow limit.
     pub(super) fn raised_overflow(&mut self, pass: &mut ServicePass<'_>, key: EventKey, times: u64) {
         let event = &self.events[key];
-        let (done, ended) = if pass.seen.is_none() || event.sampling.throttled {
+        let (done, ended) = if pass.regs.is_none() || event.sampling.throttled {
             (0, false)
         } else if event.output.is_none() && event.shared.owner == Owner::Guest {
             // The overflows of a guest counter need neither samples nor throttling and are
@@ -296,7 +296,7 @@ impl Context {
             ns: pass.by.time_ns,
             tick: self.ticks,
         };
-        if self.events[key].sampling.adapts() {
+        if self.events[key].sampling.is_adaptive() {
             let running_ns = self.running_ns(key, self.clock.time_at(now.ns));
             let tick_ns = 1_000_000_000 / pass.tick_hz;
             self.events[key]
@@ -323,7 +323,7 @@ impl Context {
         if begins {
             write_throttle(event, true, pass.by);
         }
-        if pass.seen.is_some() {
+        if pass.regs.is_some() {
             due.push(period);
         }
         throttle
@@ -351,7 +351,7 @@ impl Context {
             return;
         }
         let event = &self.events[key];
-        let (Some(output), Some(seen)) = (event.output.clone(), pass.seen) else {
+        let (Some(output), Some(seen)) = (event.output.clone(), pass.regs) else {
             return;
         };
         let attr = &event.shared.attr;
@@ -394,10 +394,10 @@ impl Context {
         self.samples += written.written;
         self.lost_samples += written.lost;
         self.events[key].count_lost(written);
-        if written.unfit > 0 {
+        if written.oversized > 0 {
             log::debug!(
                 "{} samples of event {} do not fit its ring, which takes records of up to {} bytes",
-                written.unfit,
+                written.oversized,
                 sample.stream_id,
                 output.ring.record_max()
             );

@@ -27,10 +27,10 @@ impl Context {
         }
         let plan = plan(&mut self.pools[pool], &mut self.groups, self.policy);
         let leaving: SmallVec<[MuxGroupKey; 16]> = self.pools[pool]
-            .on
+            .active
             .iter()
             .copied()
-            .filter(|g| !plan.on.contains(g))
+            .filter(|g| !plan.active.contains(g))
             .collect();
         for group in leaving {
             self.sched_out_group(group, now_ns);
@@ -41,7 +41,7 @@ impl Context {
             self.fail(group, PinnedEventFailureCause::NoSlot, time, now_ns);
         }
         let mut room = true;
-        for &group in &plan.on {
+        for &group in &plan.active {
             let class = self.groups[group].class;
             if !room && !class.is_pinned() {
                 break;
@@ -80,7 +80,7 @@ impl Context {
             return;
         }
         for pool in self.pools.ids() {
-            while let Some(&group) = self.pools[pool].on.last() {
+            while let Some(&group) = self.pools[pool].active.last() {
                 self.sched_out_group(group, now_ns);
             }
         }
@@ -91,7 +91,7 @@ impl Context {
         }
         // Clears the list of rejected groups, because scheduling the context in retries all groups.
         for group in self.refused.drain(..) {
-            self.groups[group].refused = false;
+            self.groups[group].rejected = false;
         }
         self.clock.stop(now_ns);
     }
@@ -106,7 +106,7 @@ impl Context {
             if !self.pools[pool].is_contended() {
                 continue;
             }
-            let mid_slice = self.pools[pool].turn(now_ns);
+            let mid_slice = self.pools[pool].rotate(now_ns);
             for group in mid_slice.into_iter().flatten() {
                 self.read_mid_slice(group, now_ns);
             }
@@ -160,7 +160,7 @@ impl Context {
 
     /// Schedules a queued group if possible. A group that needs slots is scheduled by replanning
     /// its slot pool.
-    pub(super) fn go(&mut self, group: MuxGroupKey, now_ns: u64) {
+    pub(super) fn schedule_group(&mut self, group: MuxGroupKey, now_ns: u64) {
         match self.groups[group].pool {
             Some(pool) => self.reschedule(pool, now_ns),
             None => self.schedule_software(group, now_ns),
@@ -188,8 +188,8 @@ impl Context {
     ) {
         if self.groups[group].class.is_pinned() {
             self.fail(group, cause, since_ns, now_ns);
-        } else if self.groups[group].pool.is_none() && !self.groups[group].refused {
-            self.groups[group].refused = true;
+        } else if self.groups[group].pool.is_none() && !self.groups[group].rejected {
+            self.groups[group].rejected = true;
             self.refused.push_back(group);
         }
     }
@@ -199,7 +199,7 @@ impl Context {
     pub fn retry_refused(&mut self, now_ns: u64) {
         for _ in 0..self.refused.len().min(REFUSED_PER_TICK) {
             if let Some(group) = self.refused.pop_front() {
-                self.groups[group].refused = false;
+                self.groups[group].rejected = false;
                 self.schedule_software(group, now_ns);
             }
         }
@@ -227,11 +227,11 @@ impl Context {
         if closed {
             self.report_step(group);
         }
-        let on = &mut self.groups[group].on;
+        let on = &mut self.groups[group].active;
         if !*on {
             *on = true;
             if let Some(pool) = self.groups[group].pool {
-                self.pools[pool].on.push(group);
+                self.pools[pool].active.push(group);
             }
         }
         Ok(())
@@ -242,10 +242,10 @@ impl Context {
         for i in 0..self.groups[group].members.len() {
             self.stop_event(self.groups[group].members[i], now_ns);
         }
-        if std::mem::take(&mut self.groups[group].on)
+        if std::mem::take(&mut self.groups[group].active)
             && let Some(pool) = self.groups[group].pool
         {
-            self.pools[pool].on.retain(|on| *on != group);
+            self.pools[pool].active.retain(|on| *on != group);
         }
     }
 
@@ -324,7 +324,7 @@ impl Context {
             self.events[key].shared.id
         );
         let group = self.events[key].group;
-        self.deactivate(key, Event::stopped, now_ns);
+        self.deactivate(key, Event::complete_stop, now_ns);
         self.sched_out_group(group, now_ns);
         let time = self.clock.advance(now_ns);
         self.handle_unschedulable(group, PinnedEventFailureCause::of(error), time, now_ns);

@@ -74,13 +74,13 @@ impl Context {
             };
             *count = count.wrapping_add(n);
             let count = *count;
-            if !event.sampling.is_on() {
+            if !event.sampling.can_overflow() {
                 continue;
             }
             // Without registers no sample can be taken, so the next overflow is delayed. The
             // exception is an event with a cookie, whose overflows are reported to the VMM without
             // a sample.
-            if pass.seen.is_none() && event.shared.cookie.is_none() {
+            if pass.regs.is_none() && event.shared.cookie.is_none() {
                 event.sampling.skip(n);
                 continue;
             }
@@ -110,7 +110,7 @@ impl Context {
                 let count = *count;
                 if event.shared.cookie.is_none() {
                     event.sampling.skip(n);
-                } else if event.sampling.is_on() {
+                } else if event.sampling.can_overflow() {
                     let passed = event.sampling.passed(count);
                     event.sampling.pending = event.sampling.pending.saturating_add(passed);
                     if passed > 0 {

@@ -29,7 +29,7 @@ impl Context {
             return Totals::default();
         }
         let count = event.count();
-        self.notice(key, now_ns);
+        self.handle_lost_slot(key, now_ns);
         // Detecting a lost counter may have changed the state of the event, which may be its own
         // leader.
         let leader = if self.is_leader(key) {
@@ -56,7 +56,13 @@ impl Context {
             _ if totals.times.enabled_ns == totals.times.running_ns => None,
             Some(slices) => slices
                 .estimate(totals.times.enabled_ns, event.state, totals.count)
-                .map(|estimate| if rhythm { estimate.unsure() } else { estimate }),
+                .map(|estimate| {
+                    if rhythm {
+                        estimate.with_unknown_uncertainty()
+                    } else {
+                        estimate
+                    }
+                }),
             None => {
                 linear(totals.count, totals.times.enabled_ns, totals.times.running_ns).map(|value| Estimate {
                     value,
@@ -126,7 +132,7 @@ impl Context {
         if event.state == EventState::Active
             && let Some(slices) = &mut event.slices
         {
-            let _ = slices.on(past.totals.times.enabled_ns, past.totals.count);
+            let _ = slices.sched_in(past.totals.times.enabled_ns, past.totals.count);
         }
         self.update_page(key, now_ns);
     }

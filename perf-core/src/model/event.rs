@@ -91,7 +91,7 @@ pub(crate) struct Event {
     /// Slot pool of a hardware event, or `None` for an event that needs no slot.
     pub pool: Option<PoolId>,
     /// Counters of the slot pool that can hold the event.
-    pub fits: CounterMask,
+    pub suitable_counters: CounterMask,
     pub source: Source,
     pub state: EventState,
     pub times: EventTimes,
@@ -114,7 +114,7 @@ pub(crate) struct Event {
     /// not be read again.
     settled: bool,
     /// Positions of the event in the lists of its context.
-    pub places: ListPositions,
+    pub list_positions: ListPositions,
     /// Position of a raised event in the context's list of events with the same software event ID.
     pub raised_at: usize,
 }
@@ -138,7 +138,7 @@ impl Event {
             parent,
             group: MuxGroupKey::new(usize::MAX),
             pool,
-            fits: fits.unwrap_or_default(),
+            suitable_counters: fits.unwrap_or_default(),
             source,
             state: if enabled {
                 EventState::Inactive
@@ -154,7 +154,7 @@ impl Event {
             failure: None,
             on_since_ns: 0,
             settled: true,
-            places: ListPositions::default(),
+            list_positions: ListPositions::default(),
             raised_at: 0,
             slices,
         }
@@ -241,7 +241,7 @@ impl Event {
             driver.start(overflow_in)?;
             self.settled = false;
         }
-        self.times.go_on(time);
+        self.times.resume(time);
         self.on_since_ns = time;
         self.state = EventState::Active;
         Ok(())
@@ -252,14 +252,14 @@ impl Event {
         if let Source::Driver(driver) = &mut self.source {
             driver.stop();
         }
-        self.stopped(time);
+        self.complete_stop(time);
     }
 
     /// Performs the rest of [`Event::stop`] for an event whose driver event is already stopped.
-    pub fn stopped(&mut self, time: u64) {
+    pub fn complete_stop(&mut self, time: u64) {
         if let Source::Driver(driver) = &mut self.source {
             self.settled = false;
-            if self.sampling.is_on() {
+            if self.sampling.can_overflow() {
                 self.raw = driver.read();
                 self.settled = true;
                 let _ = driver.take_overflows();
@@ -282,14 +282,14 @@ impl Event {
     }
 
     /// Pauses the driver event of an active event and returns the count. The event remains active
-    /// and its times advance. The caller must then call [`Event::go_on`] or [`Event::stop`].
+    /// and its times advance. The caller must then call [`Event::resume`] or [`Event::stop`].
     pub fn pause(&mut self) -> u64 {
         if let Source::Driver(driver) = &mut self.source {
             driver.stop();
         }
         let count = self.count();
         if let Source::Driver(driver) = &mut self.source
-            && self.sampling.is_on()
+            && self.sampling.can_overflow()
         {
             driver.forget_overflows();
             self.sampling.disarm_at(self.raw);
@@ -299,7 +299,7 @@ impl Event {
 
     /// Resumes an event that [`Event::pause`] paused. Arms the event for `overflow_in` further
     /// counts, if given. On an error, the driver event stays stopped.
-    pub fn go_on(&mut self, overflow_in: Option<u64>) -> Result<(), PmuError> {
+    pub fn resume(&mut self, overflow_in: Option<u64>) -> Result<(), PmuError> {
         if let Some(overflow_in) = overflow_in {
             self.sampling.set_left(overflow_in, self.raw);
         }
@@ -320,7 +320,7 @@ impl Event {
         let count = self.raw_at_start().wrapping_sub(self.base);
         self.slices
             .as_mut()
-            .is_some_and(|slices| slices.on(enabled_ns, count))
+            .is_some_and(|slices| slices.sched_in(enabled_ns, count))
     }
 
     /// Records that the event is scheduled out at context time `time`. The driver count is not read

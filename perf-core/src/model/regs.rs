@@ -155,7 +155,7 @@ impl RegsCache {
         if wants.branches.is_some() && !complete && !wants.without_branches {
             // The samples are postponed until the branches are known, so no other data is read now.
             return SampledRegs {
-                wants,
+                request: wants,
                 ..SampledRegs::default()
             };
         }
@@ -182,7 +182,7 @@ impl RegsCache {
             (&[][..], UserRegsAndStack::default())
         };
         SampledRegs {
-            wants,
+            request: wants,
             mode,
             ip: ip.unwrap_or_default(),
             addr: addr.unwrap_or_default(),
@@ -198,7 +198,7 @@ impl RegsCache {
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct SampledRegs<'a> {
     /// The request for which the data was read.
-    pub wants: RegsRequest,
+    pub request: RegsRequest,
     pub mode: CpuMode,
     pub ip: u64,
     pub addr: u64,

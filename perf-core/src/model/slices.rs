@@ -25,7 +25,7 @@ pub(crate) struct Slices {
 impl Slices {
     /// Records that the event is scheduled in at time enabled `enabled_ns`, with count `count`.
     /// Returns `true` if this ends the previous slice.
-    pub fn on(&mut self, enabled_ns: u64, count: u64) -> bool {
+    pub fn sched_in(&mut self, enabled_ns: u64, count: u64) -> bool {
         if let Some((from_ns, at)) = self.open {
             if self.off_ns == enabled_ns {
                 return false;

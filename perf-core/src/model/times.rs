@@ -92,7 +92,7 @@ impl EventTimes {
 
     /// Schedules the event in at a context time. The time since the event was scheduled out is not
     /// added to the time running.
-    pub fn go_on(&mut self, time: u64) {
+    pub fn resume(&mut self, time: u64) {
         self.running_stamp = self
             .running_stamp
             .wrapping_add(time.wrapping_sub(self.stopped_stamp));
@@ -177,7 +177,7 @@ mod tests {
                 running_ns: 0
             }
         );
-        times.go_on(30);
+        times.resume(30);
         assert_eq!(
             times.at(EventState::Active, on, 35),
             EventTimeTotals {
@@ -216,7 +216,7 @@ mod tests {
                 running_ns: 10
             }
         );
-        times.go_on(105);
+        times.resume(105);
         assert_eq!(
             times.at(EventState::Active, on, 107),
             EventTimeTotals {
@@ -230,7 +230,7 @@ mod tests {
         #[test]
         fn set_times_survive_recomputation(time in 0u64..1000, on in 0u64..500, later in 0u64..100, enabled in 500u64..900, running in 0u64..500) {
             let mut times = EventTimes::attach(0);
-            times.go_on(on.min(time));
+            times.resume(on.min(time));
             let new = EventTimeTotals { enabled_ns: enabled, running_ns: running };
             times.set(new, time);
             let at = |state| times.at(state, EventState::Inactive, time + later);

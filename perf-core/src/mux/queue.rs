@@ -148,7 +148,7 @@ enum Confidence {
 struct QueueEntry {
     /// Links in the list of active groups or in the list of waiting groups.
     age: ListLink,
-    place: QueueState,
+    state: QueueState,
     trust: Confidence,
     /// Phase of the queue in which the last slice of the group ended.
     phase: Phase,
@@ -173,7 +173,7 @@ struct QueueEntry {
 impl QueueEntry {
     const ABSENT: Self = Self {
         age: ListLink::NONE,
-        place: QueueState::Absent,
+        state: QueueState::Absent,
         trust: Confidence::Open,
         phase: Phase::Regular,
         era: IntervalEra::FIRST,
@@ -223,7 +223,7 @@ pub struct MuxQueue {
     era: IntervalEra,
     phase: Phase,
     /// Number of intervals left in the current phase.
-    left: IntervalCount,
+    intervals_left: IntervalCount,
     /// Number of rotations before the next phase shift. The shift is skipped if no group has
     /// [`Confidence::Suspect`].
     run: RotationCount,
@@ -284,11 +284,11 @@ impl MuxQueue {
         if at >= self.entries.len() {
             self.entries.resize(at + 1, QueueEntry::ABSENT);
         }
-        if self.entries[at].place == QueueState::Absent {
+        if self.entries[at].state == QueueState::Absent {
             self.entries[at] = QueueEntry::ABSENT;
             if self.waiting.len() == 0 {
                 // No groups waited before, so a new sequence of intervals starts at the next call
-                // of `turn`.
+                // of `rotate_if_due`.
                 self.next_turn_ns = 0;
             }
             self.wait(key);
@@ -297,7 +297,7 @@ impl MuxQueue {
 
     /// Removes group `key`, active or waiting. Has no effect if the group is not present.
     pub fn remove(&mut self, key: MuxGroupKey) {
-        let Some(place) = self.entries.get(usize::from(key)).map(|e| e.place) else {
+        let Some(place) = self.entries.get(usize::from(key)).map(|e| e.state) else {
             return;
         };
         match place {
@@ -310,7 +310,7 @@ impl MuxQueue {
     }
 
     fn wait(&mut self, key: MuxGroupKey) {
-        self.entries[usize::from(key)].place = QueueState::Waiting;
+        self.entries[usize::from(key)].state = QueueState::Waiting;
         self.waiting.push_back(&mut self.entries, key, |e| &mut e.age);
     }
 
@@ -342,14 +342,14 @@ impl MuxQueue {
         let Some(entry) = self.entries.get_mut(usize::from(key)) else {
             return;
         };
-        let (false, Some(step)) = (entry.place == QueueState::Absent, step) else {
+        let (false, Some(step)) = (entry.state == QueueState::Absent, step) else {
             return;
         };
         if entry.era != self.era {
             // Discards results that were measured with a different interval.
             *entry = QueueEntry {
                 age: entry.age,
-                place: entry.place,
+                state: entry.state,
                 phase: entry.phase,
                 passed: entry.passed,
                 era: self.era,
@@ -423,7 +423,7 @@ impl MuxQueue {
     /// Ends the interval if it is due at `now_ns`. Moves the group that has been active longest to
     /// the waiting list and schedules the next interval. Returns the moved group, or `None` if no
     /// interval ended or no group waits. The caller then refills the slots.
-    pub fn turn(&mut self, now_ns: u64) -> Option<MuxGroupKey> {
+    pub fn rotate_if_due(&mut self, now_ns: u64) -> Option<MuxGroupKey> {
         if self.waiting.len() == 0 || now_ns < self.next_turn_ns {
             return None;
         }
@@ -445,7 +445,7 @@ impl MuxQueue {
     #[cfg(test)]
     pub(crate) fn is_active(&self, key: MuxGroupKey) -> bool {
         let entry = self.entries.get(usize::from(key));
-        entry.is_some_and(|entry| entry.place == QueueState::On)
+        entry.is_some_and(|entry| entry.state == QueueState::On)
     }
 
     /// Selects a group to read in the middle of its slice
@@ -453,7 +453,7 @@ impl MuxQueue {
     /// active group that is about halfway through its slice. All groups are selected equally often.
     /// Returns `None` if slices are one interval long and have no middle.
     ///
-    /// Call this method between [`MuxQueue::turn`] and [`MuxQueue::fill`].
+    /// Call this method between [`MuxQueue::rotate_if_due`] and [`MuxQueue::fill`].
     pub fn mid_slice(&mut self) -> Option<MuxGroupKey> {
         // Steps of the golden ratio select groups evenly, whatever the number of groups.
         self.draw = self.draw.wrapping_add(0x9e37_79b9);
@@ -492,10 +492,10 @@ impl MuxQueue {
         if self.policy == MuxPolicy::Rotate {
             return self.turn_ns;
         }
-        if self.left == IntervalCount::NONE {
+        if self.intervals_left == IntervalCount::NONE {
             self.next_phase();
         }
-        self.left.0 -= 1;
+        self.intervals_left.0 -= 1;
         let stretch = if self.phase == Phase::Stretched {
             STRETCH
         } else {
@@ -512,11 +512,11 @@ impl MuxQueue {
     /// phase shift.
     fn next_phase(&mut self) {
         let groups = self.len();
-        self.left = RotationCount::ONE.turns(groups);
+        self.intervals_left = RotationCount::ONE.turns(groups);
         self.phase = match self.phase {
             Phase::Regular if self.run == RotationCount::NONE => {
                 self.run = FIRST_SHIFT;
-                self.left = self.run.turns(groups);
+                self.intervals_left = self.run.turns(groups);
                 Phase::Regular
             }
             Phase::Regular if self.suspects == 0 => Phase::Regular,
@@ -536,7 +536,7 @@ impl MuxQueue {
                 } else {
                     self.run.times(NEXT_SHIFT)
                 };
-                self.left = self.run.turns(groups);
+                self.intervals_left = self.run.turns(groups);
                 Phase::Regular
             }
         };
@@ -562,7 +562,7 @@ impl MuxQueue {
             match offer(key) {
                 SlotOfferOutcome::Taken => {
                     self.unwait(key);
-                    self.entries[usize::from(key)].place = QueueState::On;
+                    self.entries[usize::from(key)].state = QueueState::On;
                     self.on.push_back(&mut self.entries, key, |e| &mut e.age);
                 }
                 SlotOfferOutcome::NoRoom => {

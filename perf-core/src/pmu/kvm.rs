@@ -322,7 +322,7 @@ impl Pmu for KvmPmu {
         "kvm"
     }
 
-    fn serves(&self, ty: EventType) -> bool {
+    fn supports_type(&self, ty: EventType) -> bool {
         ty == EventType::KVM
     }
 

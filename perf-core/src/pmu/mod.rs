@@ -120,7 +120,7 @@ pub trait Pmu: Send + Sync + Debug {
     fn name(&self) -> &'static str;
 
     /// Returns `true` if this driver counts events of type `ty`.
-    fn serves(&self, ty: EventType) -> bool;
+    fn supports_type(&self, ty: EventType) -> bool;
 
     /// Returns the driver's capacity per vCPU: how many events can be active simultaneously.
     fn capacity(&self) -> PmuCapacity;

@@ -130,7 +130,7 @@ impl Pmu for RunQueueWaitPmu {
         "sched"
     }
 
-    fn serves(&self, ty: EventType) -> bool {
+    fn supports_type(&self, ty: EventType) -> bool {
         ty == EventType::SCHED
     }
 

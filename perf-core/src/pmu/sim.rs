@@ -244,7 +244,7 @@ impl SimPmu {
 
     /// Returns the number of active events of `vcpu`.
     #[must_use]
-    pub fn on(&self, vcpu: VcpuId) -> usize {
+    pub fn active_events(&self, vcpu: VcpuId) -> usize {
         let state = self.shared.lock();
         state
             .counters
@@ -283,7 +283,7 @@ impl Pmu for SimPmu {
         "sim"
     }
 
-    fn serves(&self, ty: EventType) -> bool {
+    fn supports_type(&self, ty: EventType) -> bool {
         ty == EventType::SIM
     }
 
@@ -599,7 +599,7 @@ mod tests {
         let mut ev = open(&pmu, 1);
         pmu.refuse_starts(1);
         assert!(matches!(ev.start(None), Err(PmuError::Busy)));
-        assert_eq!(pmu.on(VCPU), 0);
+        assert_eq!(pmu.active_events(VCPU), 0);
         ev.start(None).unwrap();
         drop(ev);
         assert_eq!(pmu.open_events(), 0);

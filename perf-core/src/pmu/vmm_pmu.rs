@@ -267,7 +267,7 @@ impl Pmu for VmmPmu {
         "vmm_pmu"
     }
 
-    fn serves(&self, ty: EventType) -> bool {
+    fn supports_type(&self, ty: EventType) -> bool {
         ty == EventType::VMM_PMU
     }
 

@@ -232,7 +232,7 @@ pub trait EncodeRecord {
         let trailer = self.sample_id().trailer(format);
         let mut record = ring.begin_with(self.size(format), Self::IS_SAMPLE, &trailer)?;
         self.encode(format, &mut record);
-        debug_assert_eq!(record.left(), 0, "size and encoding disagree");
+        debug_assert_eq!(record.remaining(), 0, "size and encoding disagree");
         Ok(())
     }
 
@@ -278,10 +278,10 @@ pub trait EncodeRecord {
                     match run.begin(record.size(format)) {
                         Ok(mut reservation) => {
                             record.encode(format, &mut reservation);
-                            debug_assert_eq!(reservation.left(), 0, "size and encoding disagree");
+                            debug_assert_eq!(reservation.remaining(), 0, "size and encoding disagree");
                             written.written += 1;
                         }
-                        Err(_) => written.unfit += 1,
+                        Err(_) => written.oversized += 1,
                     }
                 }
             } else {
@@ -289,7 +289,7 @@ pub trait EncodeRecord {
                     let one = RecordWriteOutcome::from(record.write(format, ring));
                     written.written += one.written;
                     written.lost += one.lost;
-                    written.unfit += one.unfit;
+                    written.oversized += one.oversized;
                 }
             }
         }
@@ -305,7 +305,7 @@ pub struct RecordWriteOutcome {
     /// number.
     pub lost: u64,
     /// Number of records that are too large for the ring. LOST records do not include this number.
-    pub unfit: u64,
+    pub oversized: u64,
 }
 
 impl From<Result<(), RingError>> for RecordWriteOutcome {
@@ -317,7 +317,11 @@ impl From<Result<(), RingError>> for RecordWriteOutcome {
             Err(RingError::Full) => (0, 1, 0),
             Err(_) => (0, 0, 1),
         };
-        Self { written, lost, unfit }
+        Self {
+            written,
+            lost,
+            oversized: unfit,
+        }
     }
 }
 

@@ -333,7 +333,7 @@ impl Ring {
     }
 
     /// Keeps `charge` until the ring is dropped in this process. Only the first call has an effect.
-    pub(crate) fn keep(&self, charge: Box<dyn Any + Send + Sync>) {
+    pub(crate) fn attach_charge(&self, charge: Box<dyn Any + Send + Sync>) {
         let _ = self.charge.set(charge);
     }
 
@@ -460,7 +460,7 @@ impl Ring {
             ring: self,
             claim: Some(claim),
             at,
-            left: size,
+            remaining: size,
             size: size as u16,
             _not_send: PhantomData,
         })
@@ -502,7 +502,7 @@ impl Ring {
             ring: self,
             claim: Some(claim),
             at,
-            left: bytes,
+            remaining: bytes,
             _not_send: PhantomData,
         })
     }
@@ -603,7 +603,7 @@ pub struct RecordReservation<'a> {
     /// because the batch completes one range for all its records.
     claim: Option<Claim>,
     at: *mut u8,
-    left: usize,
+    remaining: usize,
     size: u16,
     _not_send: PhantomData<*mut ()>,
 }
@@ -612,8 +612,11 @@ impl RecordReservation<'_> {
     /// Appends bytes to the record. Bytes that exceed the reserved size are discarded.
     #[inline]
     pub fn put(&mut self, bytes: &[u8]) {
-        debug_assert!(bytes.len() <= self.left, "record larger than its reservation");
-        let len = bytes.len().min(self.left);
+        debug_assert!(
+            bytes.len() <= self.remaining,
+            "record larger than its reservation"
+        );
+        let len = bytes.len().min(self.remaining);
         // SAFETY: [at, at + left) is the remainder of this writer's claim, inside the doubled
         // mapping, and `len` does not exceed it. No other writer has these bytes, and readers do
         // not access them before publication.
@@ -621,13 +624,13 @@ impl RecordReservation<'_> {
             std::ptr::copy_nonoverlapping(bytes.as_ptr(), self.at, len);
             self.at = self.at.add(len);
         }
-        self.left -= len;
+        self.remaining -= len;
     }
 
     /// Appends a `u64` in native byte order to the record.
     #[inline]
     pub fn put_u64(&mut self, value: u64) {
-        if self.left < 8 {
+        if self.remaining < 8 {
             return self.put(&value.to_ne_bytes());
         }
         // SAFETY: as in `put`; 8 bytes are left of this writer's claim.
@@ -635,12 +638,12 @@ impl RecordReservation<'_> {
             self.at.cast::<u64>().write_unaligned(value);
             self.at = self.at.add(8);
         }
-        self.left -= 8;
+        self.remaining -= 8;
     }
 
     /// Returns the number of reserved bytes that have not been written yet.
-    pub fn left(&self) -> usize {
-        self.left
+    pub fn remaining(&self) -> usize {
+        self.remaining
     }
 }
 
@@ -651,13 +654,13 @@ impl Drop for RecordReservation<'_> {
         // of the size field, 6 bytes after the start of the record, which is `size` bytes before
         // its end.
         unsafe {
-            if self.left != 0 {
+            if self.remaining != 0 {
                 // Clears the rest, so that no bytes of earlier records remain visible.
-                std::ptr::write_bytes(self.at, 0, self.left);
+                std::ptr::write_bytes(self.at, 0, self.remaining);
             }
             // Readers walk the ring by this field, so it is set regardless of the bytes that the
             // caller wrote.
-            let start = self.at.add(self.left).sub(usize::from(self.size));
+            let start = self.at.add(self.remaining).sub(usize::from(self.size));
             start.add(6).cast::<u16>().write_unaligned(self.size);
         }
         if let Some(claim) = self.claim.take() {
@@ -677,7 +680,7 @@ pub struct BatchReservation<'a> {
     ring: &'a Ring,
     claim: Option<Claim>,
     at: *mut u8,
-    left: usize,
+    remaining: usize,
     _not_send: PhantomData<*mut ()>,
 }
 
@@ -695,8 +698,8 @@ impl BatchReservation<'_> {
         reason = "records have at most 65,535 bytes, which was checked"
     )]
     pub fn begin(&mut self, size: usize) -> Result<RecordReservation<'_>, RingError> {
-        if size < 8 || !size.is_multiple_of(8) || size > self.left {
-            return Err(self.ring.bad_size(size, self.left));
+        if size < 8 || !size.is_multiple_of(8) || size > self.remaining {
+            return Err(self.ring.bad_size(size, self.remaining));
         }
         let at = self.at;
         // SAFETY: [at, at + left) is the remainder of the batch's claim, inside the doubled
@@ -706,12 +709,12 @@ impl BatchReservation<'_> {
             at.cast::<u64>().write_unaligned((size as u64) << 48);
             self.at = at.add(size);
         }
-        self.left -= size;
+        self.remaining -= size;
         Ok(RecordReservation {
             ring: self.ring,
             claim: None,
             at,
-            left: size,
+            remaining: size,
             // At most `batch_max`, which fits a `u16`.
             size: size as u16,
             _not_send: PhantomData,
@@ -719,15 +722,15 @@ impl BatchReservation<'_> {
     }
 
     /// Returns the number of reserved bytes that no record uses yet.
-    pub fn left(&self) -> usize {
-        self.left
+    pub fn remaining(&self) -> usize {
+        self.remaining
     }
 }
 
 impl Drop for BatchReservation<'_> {
     #[inline]
     fn drop(&mut self) {
-        if let size @ 8.. = self.left {
+        if let size @ 8.. = self.remaining {
             // Fills the unused space with one empty record.
             if let Ok(rest) = self.begin(size) {
                 drop(rest);

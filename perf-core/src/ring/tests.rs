@@ -102,7 +102,7 @@ fn batch_is_published_at_once() {
         first.put_u64(n);
         first.put_u64(n);
         drop(first);
-        assert_eq!(run.left(), 40);
+        assert_eq!(run.remaining(), 40);
         // A record that interrupts a batch is published together with the batch.
         write(&ring, 16, 7).expect("room");
         let mut second = run.begin(40).expect("it is what was reserved");
@@ -290,8 +290,8 @@ fn charge_lives_as_long_as_ring() {
     }
     let [first, second] = [(); 2].map(|()| Arc::new(AtomicU64::new(0)));
     let ring = ring(1, RingFullPolicy::Writable);
-    ring.keep(Box::new(Charge(first.clone())));
-    ring.keep(Box::new(Charge(second.clone())));
+    ring.attach_charge(Box::new(Charge(first.clone())));
+    ring.attach_charge(Box::new(Charge(second.clone())));
     let gone = || (first.load(Relaxed), second.load(Relaxed));
     assert_eq!(gone(), (0, 1));
     drop(ring);
@@ -334,12 +334,12 @@ fn record_writes_never_exceed_its_size() {
     let (ring, mut reader) = ring_and_reader(1, RingFullPolicy::Writable);
     let mut record = ring.begin(24, true).expect("room");
     record.put_u64(9);
-    assert_eq!(record.left(), 16);
+    assert_eq!(record.remaining(), 16);
     record.put(&[1; 12]);
-    assert_eq!(record.left(), 4);
+    assert_eq!(record.remaining(), 4);
     let more = std::panic::AssertUnwindSafe(|| record.put_u64(u64::MAX));
     assert_eq!(std::panic::catch_unwind(more).is_err(), cfg!(debug_assertions));
-    assert!(record.left() <= 4);
+    assert!(record.remaining() <= 4);
     drop(record);
     assert_eq!(ring.published(), 24);
     let whole = reader.next_record().expect("sound").expect("one");
@@ -357,8 +357,8 @@ fn batch_records_of_invalid_size_are_rejected() {
         assert_eq!(refused(run.begin(size)), ("size", size));
     }
     assert_eq!(refused(run.begin(40)), ("too large", 32));
-    assert_eq!(run.begin(8).expect("room").left(), 8);
-    assert_eq!(run.left(), 24);
-    assert_eq!(run.begin(24).expect("room").left(), 24);
+    assert_eq!(run.begin(8).expect("room").remaining(), 8);
+    assert_eq!(run.remaining(), 24);
+    assert_eq!(run.begin(24).expect("room").remaining(), 24);
     assert_eq!(refused(run.begin(8)), ("too large", 0));
 }

@@ -18,9 +18,9 @@ pub(crate) struct CounterRequest {
     /// Key of the event in its context.
     pub event: EventKey,
     /// Counters that can hold the event.
-    pub fits: CounterMask,
+    pub suitable: CounterMask,
     /// Counter to which the last plan with this group assigned the event, or `None`.
-    pub seat: Option<u8>,
+    pub previous_counter: Option<u8>,
 }
 
 /// An event with an assigned counter.
@@ -67,7 +67,7 @@ impl CounterAssignments {
     }
 
     /// Marks the counter of an active event, so that new events avoid the counter if possible.
-    pub fn keep(&mut self, seat: Option<u8>) {
+    pub fn mark_active(&mut self, seat: Option<u8>) {
         if let Some(seat) = seat {
             self.kept = self.kept | CounterMask::one(seat.into());
         }
@@ -80,7 +80,7 @@ impl CounterAssignments {
 
     /// Returns the counters that can hold each event, in the order in which the events were
     /// assigned.
-    pub fn fits(&self) -> impl Iterator<Item = CounterMask> + '_ {
+    pub fn suitable_counters(&self) -> impl Iterator<Item = CounterMask> + '_ {
         self.events.iter().map(|e| e.fits)
     }
 
@@ -115,8 +115,8 @@ impl CounterAssignments {
         };
         let len = self.events.len();
         for (want, w) in wants.iter().enumerate() {
-            let fits = w.fits & allowed & self.counters;
-            let hint = w.seat.filter(|_| on);
+            let fits = w.suitable & allowed & self.counters;
+            let hint = w.previous_counter.filter(|_| on);
             match self.seat(fits, hint) {
                 Ok(seat) => self.push(AssignedEvent {
                     fits,
@@ -139,8 +139,8 @@ impl CounterAssignments {
     pub fn take_one(&mut self, fits: CounterMask) -> Result<(), CounterConflict> {
         let want = CounterRequest {
             event: EventKey::new(0),
-            fits,
-            seat: None,
+            suitable: fits,
+            previous_counter: None,
         };
         self.take(MuxGroupKey::new(0), &[want], CounterMask::ALL, false)
     }
@@ -255,8 +255,8 @@ mod tests {
     fn want(bits: u64) -> CounterRequest {
         CounterRequest {
             event: EventKey::new(0),
-            fits: CounterMask::from_bits(bits),
-            seat: None,
+            suitable: CounterMask::from_bits(bits),
+            previous_counter: None,
         }
     }
 
@@ -316,7 +316,7 @@ mod tests {
     fn new_event_avoids_counters_of_active_events() {
         let mut seats = CounterAssignments::new(CounterMask::first(4));
         for seat in [Some(3), None, Some(2)] {
-            seats.keep(seat);
+            seats.mark_active(seat);
         }
         for _ in 0..4 {
             seats.take_one(CounterMask::first(4)).unwrap();
@@ -372,17 +372,17 @@ mod tests {
                 }
             }
             for (w, seat) in on.iter_mut().zip(seats_of(&seats)) {
-                w.seat = Some(seat);
+                w.previous_counter = Some(seat);
             }
             if swap {
                 on.reverse();
             }
             let mut next = CounterAssignments::new(CounterMask::first(7));
-            on.iter().for_each(|w| next.keep(w.seat));
+            on.iter().for_each(|w| next.mark_active(w.previous_counter));
             for w in &on {
                 prop_assert!(next.take(MuxGroupKey::new(0), &[*w], CounterMask::ALL, true).is_ok());
             }
-            prop_assert_eq!(seats_of(&next), on.iter().map(|w| w.seat.unwrap()).collect::<Vec<_>>());
+            prop_assert_eq!(seats_of(&next), on.iter().map(|w| w.previous_counter.unwrap()).collect::<Vec<_>>());
             // A new event that finds a free counter or is rejected moves no other event.
             for mask in new {
                 let free = !(next.free & CounterMask::from_bits(mask)).is_empty();

@@ -20,15 +20,15 @@ pub(crate) struct Group {
     pub class: GroupClass,
     /// Counters that the group requires: one for each hardware event that is neither off nor in the
     /// error state.
-    pub wants: SmallVec<[CounterRequest; 4]>,
+    pub counter_requests: SmallVec<[CounterRequest; 4]>,
     pub exclusive: bool,
     /// `true` if the group is active.
-    pub on: bool,
+    pub active: bool,
     /// `true` if the group is parked: it is not in its queue, because it cannot become active
     /// together with the active pinned groups.
     pub parked: bool,
     /// `true` if the driver rejected the group and a tick will retry it.
-    pub refused: bool,
+    pub rejected: bool,
     /// `true` if the group can run and is in its queue.
     pub queued: bool,
     link: Option<Link>,
@@ -46,11 +46,11 @@ impl Group {
             members: SmallVec::new(),
             pool,
             class,
-            wants: SmallVec::new(),
+            counter_requests: SmallVec::new(),
             exclusive,
-            on: false,
+            active: false,
             parked: false,
-            refused: false,
+            rejected: false,
             queued: false,
             link: None,
         }

@@ -94,13 +94,13 @@ pub(crate) struct SlotPool {
     /// not in a queue, because they would block the groups after them indefinitely.
     pub parked: Vec<MuxGroupKey>,
     /// Capacity that the last plan left for the flexible queues.
-    left: RemainingCapacity,
+    remaining: RemainingCapacity,
     /// Difference between the service that VM-wide flexible groups and single-vCPU flexible groups
     /// have received. One unit is one multiplexing interval in which an average group of the class
     /// was active. The class that has received less service is planned first.
     vm_lead: f64,
     /// Active groups, in the order of the last plan.
-    pub on: SmallVec<[MuxGroupKey; 16]>,
+    pub active: SmallVec<[MuxGroupKey; 16]>,
 }
 
 impl SlotPool {
@@ -113,9 +113,9 @@ impl SlotPool {
             pinned: [GroupQueue::default(); GroupClass::PINNED],
             flexible: std::array::from_fn(|_| mux.queue()),
             parked: Vec::new(),
-            left: RemainingCapacity::default(),
+            remaining: RemainingCapacity::default(),
             vm_lead: 0.0,
-            on: SmallVec::new(),
+            active: SmallVec::new(),
         }
     }
 
@@ -186,7 +186,7 @@ impl SlotPool {
 
     /// Returns `true` if some queued group is not active, so that groups must be multiplexed.
     pub fn is_contended(&self) -> bool {
-        self.queued() > self.on.len()
+        self.queued() > self.active.len()
     }
 
     /// Returns the time at which the next multiplexing interval of a flexible queue ends, in
@@ -197,13 +197,13 @@ impl SlotPool {
 
     /// Ends the multiplexing interval of each flexible queue if it is due. Returns the active
     /// groups that must now be read, in the middle of their slices.
-    pub fn turn(&mut self, now_ns: u64) -> [Option<MuxGroupKey>; GroupClass::FLEXIBLE] {
+    pub fn rotate(&mut self, now_ns: u64) -> [Option<MuxGroupKey>; GroupClass::FLEXIBLE] {
         if self.next_turn_ns().is_some_and(|due_ns| due_ns <= now_ns) {
             self.account_service();
         }
         let mut mid_slice = [None; GroupClass::FLEXIBLE];
         for (queue, mid_slice) in self.flexible.iter_mut().zip(&mut mid_slice) {
-            if queue.turn(now_ns).is_some() {
+            if queue.rotate_if_due(now_ns).is_some() {
                 *mid_slice = queue.mid_slice();
             }
         }
@@ -276,7 +276,7 @@ impl MuxConfig {
 #[derive(Debug, Default, PartialEq, Eq)]
 pub(crate) struct SlotPlan {
     /// Groups that must be active, in order of precedence.
-    pub on: SmallVec<[MuxGroupKey; 16]>,
+    pub active: SmallVec<[MuxGroupKey; 16]>,
     /// Pinned groups that do not fit and must enter the error state.
     pub failed: SmallVec<[MuxGroupKey; 4]>,
 }
@@ -313,8 +313,11 @@ impl FreeCapacity {
     /// the events that are currently active.
     fn new(pool: &SlotPool, groups: &Table<MuxGroupKey, Group>) -> Self {
         let mut seats = CounterAssignments::new(pool.counters);
-        for &key in &pool.on {
-            groups[key].wants.iter().for_each(|want| seats.keep(want.seat));
+        for &key in &pool.active {
+            groups[key]
+                .counter_requests
+                .iter()
+                .for_each(|want| seats.mark_active(want.previous_counter));
         }
         Self {
             seats,
@@ -338,10 +341,14 @@ impl FreeCapacity {
             return SlotOfferOutcome::NoRoom;
         }
         let allowed = self.allowed(group.class);
-        if self.seats.take(key, &group.wants, allowed, group.on).is_err() {
+        if self
+            .seats
+            .take(key, &group.counter_requests, allowed, group.active)
+            .is_err()
+        {
             return SlotOfferOutcome::NoRoom;
         }
-        self.exclusive |= group.exclusive && !group.wants.is_empty();
+        self.exclusive |= group.exclusive && !group.counter_requests.is_empty();
         SlotOfferOutcome::Taken
     }
 
@@ -350,7 +357,7 @@ impl FreeCapacity {
         if group.exclusive && always.events > 0 {
             return false;
         }
-        if group.wants.is_empty() {
+        if group.counter_requests.is_empty() {
             return true;
         }
         let allowed = self.allowed(group.class);
@@ -358,7 +365,7 @@ impl FreeCapacity {
             && self
                 .seats
                 .truncated(always.events)
-                .take(key, &group.wants, allowed, false)
+                .take(key, &group.counter_requests, allowed, false)
                 .is_ok()
     }
 }
@@ -366,7 +373,7 @@ impl FreeCapacity {
 impl RemainingCapacity {
     /// Replaces the remaining capacity. Returns `true` if it changed.
     fn update(&mut self, room: &FreeCapacity, always: AlwaysActive) -> bool {
-        let before = || room.seats.fits().take(always.events);
+        let before = || room.seats.suitable_counters().take(always.events);
         let same = self.vcpu_counters == room.vcpu_counters
             && self.exclusive == always.exclusive
             && self.before.iter().copied().eq(before());
@@ -395,7 +402,7 @@ pub(crate) fn plan(
             ClassQueue::Pinned(queue) => {
                 for key in queue.iter(groups) {
                     match room.offer(key, &groups[key]) {
-                        SlotOfferOutcome::Taken => plan.on.push(key),
+                        SlotOfferOutcome::Taken => plan.active.push(key),
                         SlotOfferOutcome::NoRoom | SlotOfferOutcome::NotNow => plan.failed.push(key),
                     }
                 }
@@ -406,7 +413,7 @@ pub(crate) fn plan(
                         events: room.seats.len(),
                         exclusive: room.exclusive,
                     };
-                    if pool.left.update(&room, always) {
+                    if pool.remaining.update(&room, always) {
                         pool.unpark_all(groups);
                     }
                     always
@@ -419,7 +426,7 @@ pub(crate) fn plan(
                     let group = &groups[key];
                     let turn = room.offer(key, group);
                     if turn == SlotOfferOutcome::Taken {
-                        plan.on.push(key);
+                        plan.active.push(key);
                     } else if !room.can_ever_fit(always, key, group) {
                         hopeless.push(key);
                         return SlotOfferOutcome::NotNow;
@@ -439,7 +446,7 @@ pub(crate) fn plan(
         }
     }
     for (group, want, seat) in room.seats.seated() {
-        groups[group].wants[want].seat = Some(seat);
+        groups[group].counter_requests[want].previous_counter = Some(seat);
     }
     plan
 }

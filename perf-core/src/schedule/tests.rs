@@ -82,8 +82,8 @@ struct World {
 fn request(bits: u64) -> CounterRequest {
     CounterRequest {
         event: EventKey::new(0),
-        fits: CounterMask::from_bits(bits),
-        seat: None,
+        suitable: CounterMask::from_bits(bits),
+        previous_counter: None,
     }
 }
 
@@ -109,7 +109,7 @@ impl World {
         let mut groups = Table::default();
         for group in &asked.groups {
             let mut new = Group::new(Some(PoolId::new(0)), group.class, group.exclusive);
-            new.wants = group.fits.iter().map(|&bits| request(bits)).collect();
+            new.counter_requests = group.fits.iter().map(|&bits| request(bits)).collect();
             new.queued = true;
             let key = groups.insert(new);
             match pool.queue(group.class) {
@@ -150,21 +150,21 @@ impl World {
     fn plan(&mut self) -> Planned {
         let plan = plan(&mut self.pool, &mut self.groups, self.asked.policy);
         for (key, group) in self.groups.iter_mut() {
-            group.on = plan.on.contains(&key);
+            group.active = plan.active.contains(&key);
         }
-        self.pool.on = plan.on.iter().copied().collect();
+        self.pool.active = plan.active.iter().copied().collect();
         let numbers = |keys: &[MuxGroupKey]| keys.iter().map(|key| key.index()).collect();
         Planned {
-            on: numbers(&plan.on),
+            on: numbers(&plan.active),
             failed: numbers(&plan.failed),
         }
     }
 
     fn seats(&self) -> Vec<(usize, usize, Option<u8>)> {
-        let on = self.pool.on.iter();
+        let on = self.pool.active.iter();
         on.flat_map(|&key| {
-            let wants = self.groups[key].wants.iter().enumerate();
-            wants.map(move |(n, want)| (key.index(), n, want.seat))
+            let wants = self.groups[key].counter_requests.iter().enumerate();
+            wants.map(move |(n, want)| (key.index(), n, want.previous_counter))
         })
         .collect()
     }
@@ -236,7 +236,7 @@ proptest! {
             prop_assert_eq!(world.seats(), seats);
             if turn {
                 now_ns += 10;
-                world.pool.turn(now_ns);
+                world.pool.rotate(now_ns);
             }
         }
     }
@@ -253,7 +253,7 @@ proptest! {
             let before = world.seats();
             let order = world.pool.flexible_order();
             now_ns += 10;
-            world.pool.turn(now_ns);
+            world.pool.rotate(now_ns);
             let is_active = |key: usize| world.pool.flexible.iter().any(|queue| queue.is_active(key.into()));
             let remains = |key: usize| world.asked.groups[key].class.is_pinned() || is_active(key);
             let before: Vec<_> = before.into_iter().filter(|(key, ..)| remains(*key)).collect();
@@ -285,7 +285,7 @@ fn parked_groups_return_when_pinned_events_change() {
     assert_eq!(world.plan().on[..], [0]);
     assert!(world.groups[MuxGroupKey::new(1)].parked, "it can not go on");
     // The pinned event is replaced by one that fits a different counter.
-    world.groups[MuxGroupKey::new(0)].wants[0].fits = CounterMask::from_bits(0b10);
+    world.groups[MuxGroupKey::new(0)].counter_requests[0].suitable = CounterMask::from_bits(0b10);
     assert_eq!(world.plan().on[..], [0, 1]);
     assert!(!world.groups[MuxGroupKey::new(1)].parked);
 }
@@ -422,7 +422,7 @@ fn vm_wide_groups_do_not_starve_groups_of_a_vcpu() {
             let plan = world.plan();
             assert_eq!(plan.on.len(), counters);
             plan.on.iter().for_each(|&key| active[key] += 1);
-            world.pool.turn(10 * (turn + 1));
+            world.pool.rotate(10 * (turn + 1));
         }
         let fair = TURNS * counters as u64 / (vm + vcpu) as u64;
         assert!(
@@ -443,6 +443,6 @@ fn uncontended_groups_of_both_classes_stay_active() {
     for turn in 0..4 {
         assert_eq!(world.plan().on[..], [1, 0]);
         assert!(!world.pool.is_contended());
-        world.pool.turn(10 * (turn + 1));
+        world.pool.rotate(10 * (turn + 1));
     }
 }

@@ -42,7 +42,7 @@ pub(crate) struct CoreInner {
     /// Numbers of open events for each software event ID.
     pub gates: Arc<OpenEventCounts>,
     /// Numbers of open events that request each type of side-band record.
-    pub wanted: RecordDemand,
+    pub record_demand: RecordDemand,
     /// Ring memory charged to each user.
     pub locked: Arc<RingMemory>,
 }
@@ -67,7 +67,7 @@ pub(crate) struct HardwareNeeds {
     /// All counters of the driver.
     pub counters: CounterMask,
     /// Counters that can hold the event.
-    pub fits: CounterMask,
+    pub suitable_counters: CounterMask,
 }
 
 impl HardwareNeeds {
@@ -79,7 +79,7 @@ impl HardwareNeeds {
             PmuCapacity::Counters(counters) => Some(Self {
                 driver,
                 counters,
-                fits: pmu.constraint(attr) & counters,
+                suitable_counters: pmu.constraint(attr) & counters,
             }),
         }
     }
@@ -122,7 +122,7 @@ impl PerfCore {
                 topology: Lock::new(LockRank::Topology, Topology::default()),
                 opened: OpenEvents::default(),
                 gates: Arc::default(),
-                wanted: RecordDemand::default(),
+                record_demand: RecordDemand::default(),
                 locked: Arc::default(),
                 config,
             }),
@@ -168,7 +168,7 @@ impl CoreInner {
     /// Returns the driver for events of type `ty`, with its index and capacity.
     pub fn driver(&self, ty: EventType) -> Option<(usize, Arc<dyn Pmu>, PmuCapacity)> {
         let drivers = self.drivers();
-        let at = drivers.iter().position(|d| d.pmu.serves(ty))?;
+        let at = drivers.iter().position(|d| d.pmu.supports_type(ty))?;
         Some((at, Arc::clone(&drivers[at].pmu), drivers[at].capacity))
     }
 
@@ -247,7 +247,7 @@ pub struct VcpuEventContext {
     pub(crate) gates: Arc<OpenEventCounts>,
     /// `true` after the vCPU was removed. Method calls through remaining references then have no
     /// effect.
-    pub(crate) gone: AtomicBool,
+    pub(crate) removed: AtomicBool,
     /// Reference to `Context::errors` of the current context. Separate from `cell`, because it is
     /// read at each VM entry.
     pub(crate) errors: Arc<AtomicU64>,

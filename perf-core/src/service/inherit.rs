@@ -109,7 +109,7 @@ impl CoreInner {
         let now_ns = cell.now_ns();
         let mut context = cell.lock();
         let reserved = self.limits.reserved_slots.load(Ordering::Relaxed);
-        let place = hardware.map(|h| (context.pool(h.driver, h.counters, reserved), h.fits));
+        let place = hardware.map(|h| (context.pool(h.driver, h.counters, reserved), h.suitable_counters));
         let mut event = Event::new(shared, Some(Arc::clone(parent)), place, source, enabled);
         event.sampling.inherit_rate(rate);
         event.output = output;

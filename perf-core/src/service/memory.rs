@@ -91,7 +91,7 @@ impl RingMemory {
     }
 }
 
-/// The charge for the memory of one ring. Owned by the ring (`Ring::keep`).
+/// The charge for the memory of one ring. Owned by the ring (`Ring::attach_charge`).
 #[derive(Debug)]
 pub(crate) struct RingCharge {
     locked: Arc<RingMemory>,

@@ -63,7 +63,7 @@ impl OverflowService<'_> {
                 let mut context = cell.lock();
                 context.notice_overflows(&mut noticed);
                 let wants = context.regs_request(&noticed);
-                if !seen.wants.covers(wants) {
+                if !seen.request.covers(wants) {
                     self.wants.join(wants);
                     continue;
                 }
@@ -90,7 +90,7 @@ impl CoreInner {
             by: self.record_origin(origin, now_ns),
             tick_hz: self.config.tick_hz.max(1),
             sample_rate_hz: self.limits.sample_rate_hz(),
-            seen,
+            regs: seen,
             batch,
         }
     }
@@ -112,7 +112,7 @@ impl VcpuEventContext {
         mut regs: Option<&mut dyn SampleRegs>,
         sink: &mut dyn FnMut(OverflowReport),
     ) -> bool {
-        if self.gone.load(Ordering::Relaxed) {
+        if self.removed.load(Ordering::Relaxed) {
             return true;
         }
         let Some(core) = self.core.upgrade() else {
@@ -150,12 +150,12 @@ impl VcpuEventContext {
                 // Checked again, because the vCPU may have been removed while this thread waited
                 // for the lock. The EXIT record, written under the same lock, must be the last
                 // record of a vCPU.
-                if self.gone.load(Ordering::Relaxed) {
+                if self.removed.load(Ordering::Relaxed) {
                     break;
                 }
                 if let (Some(seen), Some(mode)) = (&seen, mode) {
                     let more = context.raise_regs_request(id, n, mode);
-                    if !seen.wants.covers(more) {
+                    if !seen.request.covers(more) {
                         // Requests more registers and repeats the loop, which reads them without
                         // any lock held.
                         wants.join(more);

@@ -30,7 +30,7 @@ impl CoreInner {
     /// event becomes a family (a parent with one child per vCPU) if its driver counts per vCPU. If
     /// the driver counts for the whole package, the event remains a single event regardless of
     /// `inherit`, because its count would otherwise be multiplied.
-    pub fn place(
+    pub fn place_event(
         &self,
         attr: &Attr,
         cell: Arc<ContextCell>,
@@ -149,9 +149,9 @@ impl CoreInner {
                 match other {
                     Some(other) if other.driver == at => {
                         if own {
-                            let _ = group.take_one(other.fits);
+                            let _ = group.take_one(other.suitable_counters);
                         }
-                        let _ = all.take_one(other.fits);
+                        let _ = all.take_one(other.suitable_counters);
                     }
                     Some(_) if own => {
                         return Err(PerfEventOpenError::Group(
@@ -163,12 +163,13 @@ impl CoreInner {
             }
         }
         drop(vm);
-        group.take_one(hardware.fits).map_err(too_large)?;
+        group.take_one(hardware.suitable_counters).map_err(too_large)?;
         if self.is_strict() {
-            all.take_one(hardware.fits)
-                .map_err(|crowd| PerfEventOpenError::OvercommittedVm {
+            all.take_one(hardware.suitable_counters).map_err(|crowd| {
+                PerfEventOpenError::OvercommittedVm {
                     slots: crowd.counters,
-                })?;
+                }
+            })?;
         }
         Ok(())
     }
@@ -208,18 +209,18 @@ impl CoreInner {
             for event in members.members.iter().map(|m| &context.events[*m]) {
                 if event.pool.is_some() {
                     // Cannot fail, because these events were checked when they were opened.
-                    let _ = group.take_one(event.fits);
+                    let _ = group.take_one(event.suitable_counters);
                 }
             }
         }
-        group.take_one(hardware.fits).map_err(too_large)?;
+        group.take_one(hardware.suitable_counters).map_err(too_large)?;
         if self.is_strict() {
             let mut all = CounterAssignments::new(hardware.counters);
             for (_, event) in context.events.iter().filter(|(_, e)| e.pool == Some(pool)) {
-                let _ = all.take_one(event.fits);
+                let _ = all.take_one(event.suitable_counters);
             }
             let vcpu = cell.vcpu().map_or(VcpuId(0), |(vcpu, _)| vcpu);
-            all.take_one(hardware.fits)
+            all.take_one(hardware.suitable_counters)
                 .map_err(|crowd| PerfEventOpenError::Overcommitted {
                     vcpu,
                     slots: crowd.counters,

@@ -46,7 +46,7 @@ impl CoreInner {
 
     /// Writes a FORK record for an added vCPU or an EXIT record for a removed one.
     pub fn task_record(&self, cell: &ContextCell, fork: bool) {
-        if !self.wanted.task() {
+        if !self.record_demand.task() {
             return;
         }
         let pid = self.config.pid;
@@ -65,7 +65,7 @@ impl CoreInner {
 
     /// Writes a COMM record with the name of a vCPU.
     pub fn comm_record(&self, cell: &ContextCell, name: &[u8]) {
-        if !self.wanted.comm() {
+        if !self.record_demand.comm() {
             return;
         }
         let by = self.record_origin(cell, cell.now_ns());
@@ -85,7 +85,7 @@ impl CoreInner {
     pub fn switch_record(&self, vcpu: &VcpuEventContext, cell: &ContextCell, out: bool) {
         let by = self.record_origin(cell, cell.now_ns());
         let record = |sample_id| SwitchRecord { out, sample_id };
-        let wants = |attr: &Attr| attr.context_switch && !vcpu.gone.load(Ordering::Relaxed);
+        let wants = |attr: &Attr| attr.context_switch && !vcpu.removed.load(Ordering::Relaxed);
         if cell.is_vcpu() {
             write_to(&self.vm, by, record, wants);
         }

@@ -265,7 +265,7 @@ fn hardware_events_count_while_started_only() {
 /// Returns the number of cycle events that can be active simultaneously, on general-purpose
 /// counters and on a fixed-function counter.
 fn slots(probe: &HostPerfCapabilities) -> usize {
-    probe.counters.at_once(&cycles())
+    probe.counters.max_simultaneous(&cycles())
 }
 
 /// All probed slots can be active simultaneously. One more event is rejected, stays stopped, and
@@ -678,7 +678,7 @@ fn counters_taken_by_kernel_are_detected_and_recovered() {
     let flexible = t.open(cycles());
     burn(20 * MS);
     let before_ns = t.vcpu.time_ns();
-    t.vcpu.look();
+    t.vcpu.check_lost_counters();
     let states = || (pinned.state(), flexible.state());
     assert_eq!((t.vcpu.errors(), states()), (0, (Active, Active)));
     burn(30 * MS);
@@ -686,7 +686,7 @@ fn counters_taken_by_kernel_are_detected_and_recovered() {
     let hogs = take_all_counters();
     let taken_ns = t.vcpu.time_ns();
     burn(1200 * MS);
-    t.vcpu.look();
+    t.vcpu.check_lost_counters();
     assert_eq!((t.vcpu.errors(), states()), (1, (Error, Inactive)));
     let failure = pinned.failure().unwrap();
     assert_eq!(failure.cause, PinnedEventFailureCause::Taken);

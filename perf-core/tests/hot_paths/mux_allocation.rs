@@ -22,7 +22,7 @@ fn turns_slices_and_estimates_do_not_allocate() {
                     }
                 });
                 now = queue.next_turn_ns().unwrap().max(now);
-                if let Some(left) = queue.turn(now) {
+                if let Some(left) = queue.rotate_if_due(now) {
                     // Reports rate changes of all sizes, so that the queue treats groups as steady,
                     // calm and varying in turn.
                     queue.slice_ended(left, Some((i % 97) as f64 / 20.0));

@@ -100,7 +100,7 @@ fn amd_hosts_have_as_many_slots_as_the_watchdog_leaves() {
         let events: Vec<_> = (0..=slots).map(|n| m.pinned(n)).collect();
         let on = events.iter().filter(|e| e.state() == EventState::Active);
         assert_eq!(on.count() as u64, slots);
-        assert_eq!(m.pmu.on(VcpuId(0)) as u64, slots);
+        assert_eq!(m.pmu.active_events(VcpuId(0)) as u64, slots);
     }
 }
 
@@ -153,7 +153,7 @@ fn event_with_dedicated_counter_is_never_multiplexed() {
     for _ in 0..20 {
         m.pmu.advance(VcpuId(0), |_| 1);
         m.vcpu.tick();
-        assert_eq!(m.pmu.on(VcpuId(0)), 3);
+        assert_eq!(m.pmu.active_events(VcpuId(0)), 3);
     }
     assert_eq!(pinned.read().unwrap().value, 20);
     let sum: u64 = general.iter().map(|e| e.read().unwrap().value).sum();
@@ -202,7 +202,7 @@ proptest! {
             let left = before.iter().zip(&after).filter(|(b, a)| **b == EventState::Active && **a != EventState::Active).count();
             prop_assert_eq!(m.pmu.calls().stops - calls.stops, left as u64);
             let on = after.iter().filter(|s| **s == EventState::Active).count();
-            prop_assert_eq!(m.pmu.on(VcpuId(0)), on);
+            prop_assert_eq!(m.pmu.active_events(VcpuId(0)), on);
             prop_assert_eq!(m.vcpu.stats().active_hardware, on);
             // A flexible event waits only if a conflicting event is active.
             let flexible = events.iter().zip(&after).filter(|(e, _)| !e.attr().pinned);

@@ -158,20 +158,20 @@ proptest! {
                 match record.write(RecordFormat::default(), &rings[1]) {
                     Ok(()) => apart.written += 1,
                     Err(RingError::Full) => apart.lost += 1,
-                    Err(_) => apart.unfit += 1,
+                    Err(_) => apart.oversized += 1,
                 }
             }
             prop_assert_eq!(written, apart);
             prop_assert_eq!(rings[0].published(), rings[1].published());
             seen.written += written.written;
             seen.lost += written.lost;
-            seen.unfit += written.unfit;
+            seen.oversized += written.oversized;
             for _ in 0..reads {
                 let [together, apart] = readers.each_mut().map(|reader| reader.next_record().expect("sound").map(|raw| raw.bytes().to_vec()));
                 prop_assert_eq!(together, apart);
             }
         }
-        prop_assert_eq!(seen.written + seen.lost + seen.unfit, number);
+        prop_assert_eq!(seen.written + seen.lost + seen.oversized, number);
         prop_assert_eq!(rings[0].pending_lost(), rings[1].pending_lost());
     }
 

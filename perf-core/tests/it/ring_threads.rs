@@ -51,7 +51,7 @@ fn p28_p29_p30_threads_write_whole_records_in_order_and_losses_add_up() {
                         let records = (first..first + 5)
                             .map(|n| NumberedRecord::new(3 + (n * 7 % 15) as usize, writer, n));
                         let written = NumberedRecord::write_all(records, RecordFormat::default(), ring);
-                        assert_eq!((written.written + written.lost, written.unfit), (5, 0));
+                        assert_eq!((written.written + written.lost, written.oversized), (5, 0));
                         refused.fetch_add(written.lost, Ordering::Relaxed);
                     }
                     done.fetch_add(1, Ordering::Release);

@@ -269,12 +269,12 @@ fn partially_fitting_group_is_off_as_a_whole() {
     );
     assert_eq!(
         (sibling.read().unwrap().value, v.stats().active),
-        (0, pmu.on(VcpuId(0)))
+        (0, pmu.active_events(VcpuId(0)))
     );
     assert!(free.read().unwrap().value > 0);
     sibling.close();
     v.tick();
-    assert_eq!(pmu.on(VcpuId(0)), 2, "alone it fits");
+    assert_eq!(pmu.active_events(VcpuId(0)), 2, "alone it fits");
 }
 
 proptest! {

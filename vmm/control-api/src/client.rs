@@ -243,7 +243,7 @@ impl Client {
     ///
     /// # Errors
     /// Returns a [`ClientError`] if the handshake fails.
-    pub fn over(stream: UnixStream) -> Result<Self, ClientError> {
+    pub fn from_stream(stream: UnixStream) -> Result<Self, ClientError> {
         Self::over_within(stream, REPLY_TIMEOUT)
     }
 
@@ -289,7 +289,7 @@ impl Client {
     /// Returns a [`ClientError`] if the VM refuses the request, exits, times out or sends a
     /// malformed reply.
     pub fn call<R: Request>(&mut self, request: R) -> Result<R::Reply, ClientError> {
-        self.line.ask(request)
+        self.line.request(request)
     }
 
     /// Sends a request whose reply includes a file descriptor.
@@ -298,7 +298,7 @@ impl Client {
     /// Returns the same errors as [`Client::call`].
     pub fn call_with_file<R: Request>(&mut self, request: R) -> Result<(R::Reply, File), ClientError> {
         self.line.files.clear();
-        let reply = self.line.ask(request)?;
+        let reply = self.line.request(request)?;
         let file = self.line.files.pop_front();
         Ok((
             reply,
@@ -374,7 +374,7 @@ impl Connection {
     }
 
     fn greet(mut self) -> Result<Client, ClientError> {
-        let info = self.ask(request::Hello { protocol: PROTOCOL })?;
+        let info = self.request(request::Hello { protocol: PROTOCOL })?;
         Ok(Client { line: self, info })
     }
 
@@ -391,13 +391,13 @@ impl Connection {
     /// Returns an error if the VM's process is stopped or the request sent at `asked` has timed
     /// out.
     fn check_alive(&self, asked: Instant) -> Result<(), ClientError> {
-        if let Some(pid) = peer::stopped(&self.stream) {
+        if let Some(pid) = peer::stopped_peer_pid(&self.stream) {
             return Err(ClientError::Stopped(pid));
         }
         self.check_time(asked)
     }
 
-    fn ask<R: Request>(&mut self, request: R) -> Result<R::Reply, ClientError> {
+    fn request<R: Request>(&mut self, request: R) -> Result<R::Reply, ClientError> {
         let id = self.next;
         self.next += 1;
         let call = request.into();
@@ -535,7 +535,7 @@ mod tests {
             (&theirs).write_all(&ok(id, &info("vm"))).unwrap();
             vm(theirs);
         });
-        Client::over(ours).unwrap()
+        Client::from_stream(ours).unwrap()
     }
 
     /// Sends a request to a simulated VM that answers with `reply`, and returns the client's error.
@@ -583,7 +583,7 @@ mod tests {
             if !hears_first {
                 vm.join().unwrap();
             }
-            match Client::over(ours) {
+            match Client::from_stream(ours) {
                 Err(ClientError::Refused(why)) => assert_eq!(why.message, "32 connections are open"),
                 other => panic!("{other:?}"),
             }

@@ -25,7 +25,7 @@ pub fn peer_uid(stream: &UnixStream) -> io::Result<u32> {
 
 /// Returns the process ID of the peer if it is stopped (`SIGSTOP`, or by a debugger). Returns
 /// `None` for a process in another PID namespace.
-pub fn stopped(stream: &UnixStream) -> Option<u32> {
+pub fn stopped_peer_pid(stream: &UnixStream) -> Option<u32> {
     let pid = u32::try_from(peer(stream).ok()?.pid())
         .ok()
         .filter(|pid| *pid != 0)?;

@@ -36,7 +36,7 @@ impl EventReading {
     }
 
     /// Returns the reading of the event on vCPU `vcpu`, or `None` if there is none.
-    pub fn on(&self, vcpu: u32) -> Option<Self> {
+    pub fn for_vcpu(&self, vcpu: u32) -> Option<Self> {
         let part = self.vcpus.iter().find(|part| part.vcpu == vcpu)?;
         Some(Self {
             handle: self.handle,

@@ -168,7 +168,7 @@ impl SocketDir {
 #[derive(Debug, Default)]
 pub struct SocketDirs {
     /// Valid socket directories without duplicates, this user's first, then sorted by path.
-    pub found: Vec<SocketDir>,
+    pub directories: Vec<SocketDir>,
     /// Directories that this user may not read and that may contain VMs.
     pub closed: Vec<PathBuf>,
     /// Directories that have the name of a socket directory but belong to another user or are
@@ -180,54 +180,54 @@ impl SocketDirs {
     /// Finds the directories of all users, regardless of the environment: `/run/perfvisor`,
     /// `/run/perfvisor-NAME/perfvisor` of services, `/run/user/UID/perfvisor`,
     /// `/tmp/perfvisor-UID`, and this user's [`directory`].
-    pub fn everywhere() -> Self {
+    pub fn all_users() -> Self {
         let mut places = Self::default();
         let (usual, own) = (directory(), peer::own_uid());
         // Root's environment may name another user's directory.
         if let Ok(meta) = fs::symlink_metadata(&usual)
             && (own == 0 || meta.uid() == own)
         {
-            places.look(&usual, Some(meta.uid()));
+            places.add_if_owned(&usual, Some(meta.uid()));
         }
         places.find_all(Path::new("/run"), Path::new("/tmp"));
-        places.found.sort_by_key(|place| place.owner != own);
+        places.directories.sort_by_key(|place| place.owner != own);
         places
     }
 
     /// Finds the directories of this user.
     pub fn of_this_user() -> Self {
-        let mut places = Self::everywhere();
-        places.found.retain(|place| place.owner == peer::own_uid());
+        let mut places = Self::all_users();
+        places.directories.retain(|place| place.owner == peer::own_uid());
         places
     }
 
     fn find_all(&mut self, run: &Path, tmp: &Path) {
-        self.look(&run.join("perfvisor"), Some(0));
+        self.add_if_owned(&run.join("perfvisor"), Some(0));
         for (name, dir) in entries(run) {
             if name.starts_with("perfvisor-") {
                 // Only root can create directories in /run. Root assigns them to the user of the
                 // service.
-                self.look(&dir.join("perfvisor"), None);
+                self.add_if_owned(&dir.join("perfvisor"), None);
             }
         }
         for (name, dir) in entries(&run.join("user")) {
             if let Ok(uid) = name.parse() {
-                self.look(&dir.join("perfvisor"), Some(uid));
+                self.add_if_owned(&dir.join("perfvisor"), Some(uid));
             }
         }
         for (name, dir) in entries(tmp) {
             if let Some(uid) = name.strip_prefix("perfvisor-")
                 && let Ok(uid) = uid.split_once('.').map_or(uid, |(uid, _)| uid).parse()
             {
-                self.look(&dir, Some(uid));
+                self.add_if_owned(&dir, Some(uid));
             }
         }
     }
 
     /// Adds `dir` to the socket directories if `owner` owns it and no other user can write to it.
     /// Without `owner`, `dir` and its parent must have the same owner.
-    fn look(&mut self, dir: &Path, owner: Option<u32>) {
-        if self.found.iter().any(|place| place.dir == dir) {
+    fn add_if_owned(&mut self, dir: &Path, owner: Option<u32>) {
+        if self.directories.iter().any(|place| place.dir == dir) {
             return;
         }
         // Do not follow symbolic links.
@@ -247,7 +247,7 @@ impl SocketDirs {
         } else if fs::read_dir(dir).is_err() {
             self.closed.push(dir.to_owned());
         } else {
-            self.found.push(SocketDir {
+            self.directories.push(SocketDir {
                 dir: dir.to_owned(),
                 owner: meta.uid(),
             });
@@ -321,7 +321,7 @@ pub fn directory_of(name: &str) -> PathBuf {
     if check_name(name).is_err() || socket_path(&usual, name).exists() {
         return usual;
     }
-    let places = SocketDirs::of_this_user().found;
+    let places = SocketDirs::of_this_user().directories;
     let found = places.into_iter().map(|place| place.dir).find(|dir| lives(dir));
     found.unwrap_or(usual)
 }
@@ -689,9 +689,9 @@ mod tests {
         make(tmp.join("perfvisor-x"), 0o700);
         let mut places = SocketDirs::default();
         places.find_all(&run, &tmp);
-        let found: Vec<&PathBuf> = places.found.iter().map(|place| &place.dir).collect();
+        let found: Vec<&PathBuf> = places.directories.iter().map(|place| &place.dir).collect();
         assert_eq!(found, [&service, &mine, &in_tmp]);
-        assert!(places.found.iter().all(|place| place.owner == uid));
+        assert!(places.directories.iter().all(|place| place.owner == uid));
         assert_eq!(places.squatted, [open, link, of_other]);
         assert!(places.closed.is_empty(), "{:?}", places.closed);
     }

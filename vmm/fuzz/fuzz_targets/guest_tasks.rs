@@ -104,7 +104,7 @@ fuzz_target!(|data: &[u8]| {
     let Some(process) = GuestProcess::find(&layout, ram, tables, address as u32, &mut asked) else {
         return;
     };
-    let _ = process.again(&layout, ram, tables, &mut asked);
+    let _ = process.reread(&layout, ram, tables, &mut asked);
     let mut reader = process.reader(&layout, ram, tables);
     let mut found = 0;
     reader.code(process.mm, &mut asked, |reader, code, budget| {

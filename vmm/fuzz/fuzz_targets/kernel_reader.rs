@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 
 use guest_profile::GuestRegs;
 use guest_profile::locate::KernelAnchorRegisters;
-use guest_profile::search::ask;
+use guest_profile::search::search_kernel;
 use libfuzzer_sys::fuzz_target;
 
 /// Types of the messages in the input, including an invalid one.
@@ -62,7 +62,7 @@ fuzz_target!(|data: &[u8]| {
     let memory = vec![0x5A; MEMORY];
     let until = Instant::now() + Duration::from_secs(60);
     let regs = GuestRegs::default();
-    match ask(&mut reader, memory.as_slice(), &regs, &KernelAnchorRegisters::default(), until) {
+    match search_kernel(&mut reader, memory.as_slice(), &regs, &KernelAnchorRegisters::default(), until) {
         Ok(kernel) => {
             let text = kernel.symbols.unpack();
             assert!(text.len() <= says.len());

@@ -50,7 +50,7 @@ fuzz_target!(|data: &[u8]| {
         registers,
         exact_ip: true,
         stack,
-        cut: false,
+        stack_truncated: false,
     };
     let mut out = Vec::new();
     Unwinder::default().unwind(&code, &state, MAX_FRAMES, &mut out);

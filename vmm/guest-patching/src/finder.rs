@@ -75,7 +75,7 @@ pub struct RdpmcSite {
     pub length: u8,
     /// Number of bytes at the start of the instruction that are prefixes in 64-bit code but
     /// separate instructions in 32-bit code.
-    pub lead: u8,
+    pub prefix_len: u8,
     /// `true` if a port write of the guest itself may directly precede or follow the instruction.
     /// An exit at this address may then be caused by either instruction.
     pub next_to_port_write: bool,
@@ -93,7 +93,7 @@ impl RdpmcSite {
 
     /// Returns the location of the instruction as `symbol+offset`, or as an address if the symbol
     /// is unknown.
-    pub fn place(&self) -> String {
+    pub fn location(&self) -> String {
         match &self.symbol {
             Some((name, offset)) => format!("{name}+{offset:#x}"),
             None => format!("{:#x}", self.virt),
@@ -163,7 +163,7 @@ pub fn find(
                 virt,
                 phys: text.phys + start as u64,
                 length: length as u8,
-                lead: lead as u8,
+                prefix_len: lead as u8,
                 next_to_port_write: next_to_port_write(text.bytes, start, length, bits.modes()),
                 symbol: symbols
                     .resolve_flat(virt)
@@ -622,7 +622,7 @@ mod tests {
         let sites = find(&[text], &symbols, &[], InstructionBitness::Only64);
         assert_eq!(sites.len(), 1);
         assert_eq!(sites[0].phys, 0x20_1002);
-        assert_eq!(sites[0].place(), "native_read_pmc+0x2");
+        assert_eq!(sites[0].location(), "native_read_pmc+0x2");
     }
 
     proptest! {

@@ -43,7 +43,7 @@ pub fn addresses(sites: &[RdpmcSite], stops: bool) -> Result<Vec<u64>, HardwareB
         return Err(HardwareBreakpointError::NotHere);
     }
     if sites.len() > BREAKPOINTS {
-        let places: Vec<_> = sites.iter().map(RdpmcSite::place).take(8).collect();
+        let places: Vec<_> = sites.iter().map(RdpmcSite::location).take(8).collect();
         return Err(HardwareBreakpointError::TooMany {
             found: sites.len(),
             places: places.join(", "),
@@ -62,7 +62,7 @@ mod tests {
                 virt: 0xffff_ffff_8100_0000 + 16 * i,
                 phys: 0x100_0000 + 16 * i,
                 length: 2,
-                lead: 0,
+                prefix_len: 0,
                 next_to_port_write: false,
                 symbol: None,
             })

@@ -102,7 +102,7 @@ mod tests {
             virt: 0xFFFF_FFFF_8100_0000,
             phys: 0x0F_FFFF,
             length: 3,
-            lead: 0,
+            prefix_len: 0,
             next_to_port_write: false,
             symbol: None,
         };

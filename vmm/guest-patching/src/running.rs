@@ -70,7 +70,7 @@ pub struct RunningKernelPatcher {
 #[derive(Debug, Default)]
 struct SearchProgress {
     last: Option<Instant>,
-    said: u32,
+    log_lines: u32,
     /// Number of unsuccessful searches of guest memory for a new kernel at the address of the
     /// previous kernel.
     tries: u32,
@@ -184,7 +184,7 @@ impl RunningKernelPatcher {
 
     /// Checks which kernel a vCPU is running, given its SYSCALL entry point `lstar`, and patches
     /// the kernel if it is a new one. Returns `true` if the kernel is new.
-    pub fn look(&self, regs: &GuestRegs, lstar: u64) -> bool {
+    pub fn patch_if_new(&self, regs: &GuestRegs, lstar: u64) -> bool {
         if lstar < KERNEL_MAP {
             return false;
         }
@@ -219,9 +219,9 @@ impl RunningKernelPatcher {
             .store(witness_address(sites).unwrap_or(0), Ordering::Relaxed);
         self.lstar_gpa.store(gpa, Ordering::Relaxed);
         self.lstar.store(lstar, Ordering::Release);
-        if search.said < MAX_LOG_LINES {
-            search.said += 1;
-            self.say(&found, began.elapsed());
+        if search.log_lines < MAX_LOG_LINES {
+            search.log_lines += 1;
+            self.log_search(&found, began.elapsed());
             uncounted::log_hidden(&hidden);
         }
         true
@@ -244,7 +244,7 @@ impl RunningKernelPatcher {
         }
     }
 
-    fn say(&self, found: &Result<Vec<RdpmcSite>, PatchSearchError>, took: Duration) {
+    fn log_search(&self, found: &Result<Vec<RdpmcSite>, PatchSearchError>, took: Duration) {
         let otherwise = if self.emulated_anyway {
             "it is served at its handler of #GP"
         } else {
@@ -257,7 +257,7 @@ impl RunningKernelPatcher {
                         Info,
                         "the guest has started another kernel: RDPMC at {:#x} ({}) replaced, after {:.0?}",
                         site.virt,
-                        site.place(),
+                        site.location(),
                         took
                     );
                 }
@@ -468,7 +468,7 @@ mod tests {
             false
         }
 
-        fn missing(&self) -> Vec<&'static str> {
+        fn missing_events(&self) -> Vec<&'static str> {
             Vec::new()
         }
     }
@@ -536,7 +536,7 @@ mod tests {
         }
 
         fn look(&self) -> bool {
-            self.running.look(&self.regs, LSTAR)
+            self.running.patch_if_new(&self.regs, LSTAR)
         }
 
         /// Moves the last search into the past, as if the minimum interval had passed.
@@ -655,7 +655,7 @@ mod tests {
                 virt,
                 phys: 0,
                 length: 2,
-                lead: 0,
+                prefix_len: 0,
                 next_to_port_write: false,
                 symbol: None,
             };
@@ -717,7 +717,7 @@ mod tests {
             virt: READS + 2,
             phys: FIRST + READS + 2 - START,
             length: 2,
-            lead: 0,
+            prefix_len: 0,
             next_to_port_write: false,
             symbol: Some((READ_PMC.to_owned(), 2)),
         };
@@ -794,7 +794,7 @@ mod tests {
             assert!(!guest.look(), "it is known that it cannot be searched");
         }
         // Addresses below the kernel image's range, and unmapped addresses.
-        assert!(!guest.running.look(&guest.regs, 0x40_0000));
-        assert!(!guest.running.look(&guest.regs, START + (4 << 20)));
+        assert!(!guest.running.patch_if_new(&guest.regs, 0x40_0000));
+        assert!(!guest.running.patch_if_new(&guest.regs, START + (4 << 20)));
     }
 }

@@ -42,7 +42,7 @@ pub struct TriggeredRdpmcSite {
 
 impl TriggeredRdpmcSite {
     /// Returns the address of the instruction after the RDPMC.
-    pub fn behind(self) -> u64 {
+    pub fn next_rip(self) -> u64 {
         self.start.wrapping_add(self.length.into())
     }
 }
@@ -71,7 +71,7 @@ impl RdpmcSites {
                 virt: site.virt,
                 phys: site.phys,
                 length: site.length,
-                lead: site.lead,
+                lead: site.prefix_len,
                 next_to_port_write: site.next_to_port_write,
             })
             .collect();
@@ -121,7 +121,7 @@ pub fn from_saved(saved: &[SavedRdpmcSite]) -> Option<Vec<RdpmcSite>> {
             virt: site.virt,
             phys: site.phys,
             length: site.length,
-            lead: site.lead,
+            prefix_len: site.lead,
             next_to_port_write: site.next_to_port_write,
             symbol: None,
         });
@@ -193,7 +193,7 @@ impl VcpuRdpmcSites {
     ) -> Option<TriggeredRdpmcSite> {
         let here = physical(0)?;
         self.list().iter().find_map(|site| {
-            let (phys, length) = site.place(long);
+            let (phys, length) = site.address_and_length(long);
             let past = if here == phys {
                 0
             } else if physical(length.into()) == Some(phys) {
@@ -215,7 +215,7 @@ impl VcpuRdpmcSites {
         // The 64-bit length applies, because #GP is intercepted only in 64-bit kernels and their
         // programs.
         self.list().iter().find_map(|site| {
-            let (phys, length) = site.place(true);
+            let (phys, length) = site.address_and_length(true);
             (phys == gpa).then_some(length)
         })
     }
@@ -224,7 +224,7 @@ impl VcpuRdpmcSites {
 impl ReplacedRdpmc {
     /// Returns the guest-physical address and the length of the instruction. In 64-bit code
     /// (`long`), the instruction includes prefixes that are separate instructions in 32-bit code.
-    fn place(&self, long: bool) -> (u64, u8) {
+    fn address_and_length(&self, long: bool) -> (u64, u8) {
         if long {
             (self.phys - u64::from(self.lead), self.length + self.lead)
         } else {
@@ -253,7 +253,7 @@ mod tests {
             virt,
             phys,
             length,
-            lead: 0,
+            prefix_len: 0,
             next_to_port_write: false,
             symbol: None,
         }
@@ -269,7 +269,7 @@ mod tests {
         for past in 0..8u64 {
             let hit = sites.in_kernel_half(VIRT + past);
             assert_eq!(hit.is_some(), past == 0 || past == 3, "{past}");
-            assert!(hit.is_none_or(|hit| hit.start == VIRT && hit.behind() == VIRT + 3));
+            assert!(hit.is_none_or(|hit| hit.start == VIRT && hit.next_rip() == VIRT + 3));
         }
         assert_eq!(sites.in_kernel_half(VIRT - 1), None);
         let mut none = VcpuRdpmcSites::new(RdpmcSites::new(&[]));
@@ -302,7 +302,7 @@ mod tests {
     #[test]
     fn rex_prefix_belongs_to_site_in_64bit_mode() {
         let mut rex = site(0x40_0101, 0x40_0101, 2);
-        rex.lead = 1;
+        rex.prefix_len = 1;
         let mut sites = VcpuRdpmcSites::new(RdpmcSites::new(&[rex]));
         let mut hit = |rip: u64, long| {
             let found = sites.in_memory(rip, long, |back| Some(rip - back));

@@ -20,7 +20,7 @@ pub trait KernelEventSupport: Debug + Send + Sync {
     fn can_count_topdown(&self) -> bool;
 
     /// Returns the names of the default `perf stat` events that cannot be counted.
-    fn missing(&self) -> Vec<&'static str>;
+    fn missing_events(&self) -> Vec<&'static str>;
 }
 
 /// Removes events from guest kernel tables that cannot be counted on this host.
@@ -78,9 +78,9 @@ impl UncountableEventSet {
 
     /// Logs which default events of `perf stat` the guest cannot count, and from which tables
     /// events were removed.
-    pub fn tell(&self, hidden: &[HiddenTableEvents]) {
+    pub fn log(&self, hidden: &[HiddenTableEvents]) {
         log_hidden(hidden);
-        let missing = self.countable.missing();
+        let missing = self.countable.missing_events();
         if !missing.is_empty() {
             // An Intel guest finds unavailable events in CPUID, even if no table was changed.
             let shown = if !hidden.is_empty() || self.vendor == Vendor::Intel && self.hides {

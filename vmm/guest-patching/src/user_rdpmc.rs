@@ -10,9 +10,9 @@ use kernel_images::elf::CodeBytes;
 use kernel_images::symbols::KernelSymbols;
 
 /// Kernel function that shows `attr_rdpmc` in sysfs, and therefore loads the variable.
-const SHOW: &str = "get_attr_rdpmc";
+const SHOW_FUNCTION: &str = "get_attr_rdpmc";
 /// Kernel function that starts the PMU driver, and therefore sets `attr_rdpmc`.
-const START: &str = "init_hw_perf_events";
+const INIT_FUNCTION: &str = "init_hw_perf_events";
 /// Maximum number of bytes of a kernel function that are decoded.
 const MAX_FUNCTION_BYTES: usize = 16 << 10;
 /// Size in bytes of the immediate operand that the kernel writes to `attr_rdpmc`.
@@ -21,9 +21,10 @@ const IMMEDIATE_BYTES: usize = 4;
 /// Returns the guest-physical address of the 32-bit immediate operand 1 that the kernel writes to
 /// `attr_rdpmc` to permit RDPMC, or `None` if the operand is not found or not unique.
 pub fn find(code: &[CodeBytes<'_>], symbols: &KernelSymbols) -> Option<u64> {
-    let mut shown = function(code, symbols, SHOW)?.filter_map(|(_, instruction)| loaded(&instruction));
+    let mut shown =
+        function(code, symbols, SHOW_FUNCTION)?.filter_map(|(_, instruction)| loaded(&instruction));
     let variable = shown.next()?;
-    let mut stores = function(code, symbols, START)?.filter(|(_, instruction)| {
+    let mut stores = function(code, symbols, INIT_FUNCTION)?.filter(|(_, instruction)| {
         instruction.code() == Code::Mov_rm32_imm32
             && instruction.is_ip_rel_memory_operand()
             && instruction.ip_rel_memory_address() == variable
@@ -121,14 +122,14 @@ mod tests {
         let one = store(START_AT + 20, VARIABLE, 1);
         let at = PHYS + START_AT as u64 + 26;
         let bytes = code(&[zero.clone(), other.clone(), one.clone()]);
-        assert_eq!(found(&bytes, [SHOW, START]), Some(at));
+        assert_eq!(found(&bytes, [SHOW_FUNCTION, INIT_FUNCTION]), Some(at));
         assert_eq!(&bytes[START_AT + 26..START_AT + 30], 1u32.to_le_bytes());
         // Finds nothing without the symbols, without the store, or with two stores.
-        assert_eq!(found(&bytes, ["show", START]), None);
-        assert_eq!(found(&bytes, [SHOW, "start"]), None);
-        assert_eq!(found(&code(&[zero, other]), [SHOW, START]), None);
+        assert_eq!(found(&bytes, ["show", INIT_FUNCTION]), None);
+        assert_eq!(found(&bytes, [SHOW_FUNCTION, "start"]), None);
+        assert_eq!(found(&code(&[zero, other]), [SHOW_FUNCTION, INIT_FUNCTION]), None);
         let twice = [store(START_AT, VARIABLE, 1), store(START_AT + 10, VARIABLE, 1)];
-        assert_eq!(found(&code(&twice), [SHOW, START]), None);
-        assert_eq!(found(&bytes[..START_AT], [SHOW, START]), None);
+        assert_eq!(found(&code(&twice), [SHOW_FUNCTION, INIT_FUNCTION]), None);
+        assert_eq!(found(&bytes[..START_AT], [SHOW_FUNCTION, INIT_FUNCTION]), None);
     }
 }

@@ -96,7 +96,7 @@ pub struct UserThreadState<'s> {
     /// Copy of the top of the thread's user stack, from the stack pointer upwards.
     pub stack: &'s [u8],
     /// `true` if the thread's stack is larger than the copy, which then lacks the outer frames.
-    pub cut: bool,
+    pub stack_truncated: bool,
 }
 
 impl UserThreadState<'_> {
@@ -108,7 +108,7 @@ impl UserThreadState<'_> {
         let bytes = self.stack.get(offset..).and_then(|rest| rest.first_chunk());
         match bytes {
             Some(bytes) => Ok(u64::from_le_bytes(*bytes)),
-            None if self.cut => Err(UnwindStop::Full),
+            None if self.stack_truncated => Err(UnwindStop::Full),
             None => Err(UnwindStop::Unmapped),
         }
     }

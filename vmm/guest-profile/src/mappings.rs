@@ -86,7 +86,7 @@ pub type AddressSpaceId = (u32, u64);
 
 #[derive(Clone, Copy, Debug)]
 struct ReportedRange {
-    whose: AddressSpaceId,
+    address_space: AddressSpaceId,
     start: u64,
     end: u64,
     at: Instant,
@@ -95,7 +95,7 @@ struct ReportedRange {
 /// Reports mappings for one vCPU, and remembers those that it has reported recently.
 #[derive(Debug, Default)]
 pub struct SampleMappingReporter {
-    told: Vec<ReportedRange>,
+    reported: Vec<ReportedRange>,
     next: usize,
     generation: u64,
 }
@@ -105,7 +105,7 @@ impl SampleMappingReporter {
     /// need.
     pub fn new() -> Self {
         Self {
-            told: Vec::with_capacity(REMEMBERED),
+            reported: Vec::with_capacity(REMEMBERED),
             next: 0,
             generation: 0,
         }
@@ -125,7 +125,7 @@ impl SampleMappingReporter {
         let generation = listeners.generation();
         if self.generation != generation {
             self.generation = generation;
-            self.told.clear();
+            self.reported.clear();
         }
         let now = Instant::now();
         let mut budget = GuestMemoryReadBudget::new(READS, Some(TIME));
@@ -171,28 +171,30 @@ impl SampleMappingReporter {
     }
 
     fn was_reported(&self, whose: AddressSpaceId, address: u64, now: Instant) -> bool {
-        self.told.iter().any(|t| {
-            t.whose == whose && (t.start..t.end).contains(&address) && now.duration_since(t.at) < MEMORY
+        self.reported.iter().any(|t| {
+            t.address_space == whose
+                && (t.start..t.end).contains(&address)
+                && now.duration_since(t.at) < MEMORY
         })
     }
 
     fn remember(&mut self, whose: AddressSpaceId, start: u64, end: u64, at: Instant) {
         let told = ReportedRange {
-            whose,
+            address_space: whose,
             start,
             end,
             at,
         };
         if let Some(old) = self
-            .told
+            .reported
             .iter_mut()
-            .find(|t| t.whose == whose && t.start == start)
+            .find(|t| t.address_space == whose && t.start == start)
         {
             *old = told;
-        } else if self.told.len() < REMEMBERED {
-            self.told.push(told);
+        } else if self.reported.len() < REMEMBERED {
+            self.reported.push(told);
         } else {
-            self.told[self.next] = told;
+            self.reported[self.next] = told;
             self.next = (self.next + 1) % REMEMBERED;
         }
     }
@@ -334,7 +336,7 @@ mod tests {
         for i in 0..200 {
             once.remember((7, i), 0x1000, 0x2000, now);
         }
-        assert!(once.told.len() == REMEMBERED && once.was_reported((7, 199), 0x1000, now));
+        assert!(once.reported.len() == REMEMBERED && once.was_reported((7, 199), 0x1000, now));
     }
 
     proptest! {

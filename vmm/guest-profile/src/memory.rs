@@ -220,7 +220,7 @@ struct TimeLeft {
 impl TimeLeft {
     /// Charges the time since the previous clock read to the budget. Returns `false` if no time is
     /// left.
-    fn look(&mut self, now: Instant) -> bool {
+    fn charge_elapsed(&mut self, now: Instant) -> bool {
         if let Some(last) = self.last_look.replace(now) {
             let passed = now.saturating_duration_since(last).min(self.at_most);
             self.left = self.left.saturating_sub(passed);
@@ -264,7 +264,9 @@ impl GuestMemoryReadBudget {
 
     #[cold]
     fn look_at_clock(&mut self) -> bool {
-        self.time.as_mut().is_none_or(|time| time.look(Instant::now()))
+        self.time
+            .as_mut()
+            .is_none_or(|time| time.charge_elapsed(Instant::now()))
     }
 
     /// Returns the number of memory reads charged so far.
@@ -323,14 +325,14 @@ mod tests {
             last_look: Some(start),
         };
         let mut now = start + Duration::from_millis(20);
-        assert!(time.look(now));
+        assert!(time.charge_elapsed(now));
         for _ in 0..20 {
             now += Duration::from_micros(10);
-            assert!(time.look(now));
+            assert!(time.charge_elapsed(now));
         }
         let slow = (0..10).take_while(|_| {
             now += Duration::from_millis(1);
-            time.look(now)
+            time.charge_elapsed(now)
         });
         assert_eq!(slow.count(), 1);
     }

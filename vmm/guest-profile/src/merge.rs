@@ -98,7 +98,7 @@ pub struct MergedSampleCounts {
     pub full: u64,
     /// Number of full samples that the VM took in full mode, because light samples did not show
     /// enough of the guest.
-    pub instead: u64,
+    pub in_full_mode: u64,
     /// Number of light samples that hit the host's kernel or the VMM instead of guest code.
     pub host: u64,
 }
@@ -141,7 +141,7 @@ pub struct SampleMerger {
     terms: SampleMergeConfig,
     mode: MergeMode,
     /// Current number of sample periods per full sample.
-    every: u32,
+    periods_per_sample: u32,
     /// Times for which the most recent full samples stopped the vCPU, in nanoseconds.
     costs: VecDeque<u32>,
     /// Time at which the current mode (light or full) started, on the clock of the samples.
@@ -182,7 +182,7 @@ impl SampleMerger {
     pub fn new(terms: SampleMergeConfig) -> Self {
         Self {
             terms,
-            every: terms.chain_every,
+            periods_per_sample: terms.chain_every,
             costs: VecDeque::with_capacity(COSTS),
             limit: UNSEEN_LIMIT,
             ..Self::default()
@@ -209,7 +209,7 @@ impl SampleMerger {
 
     /// Adds a light sample (a sample taken by the host's kernel). When both rings are drained,
     /// light samples must be added before full samples of the same time.
-    pub fn light(&mut self, sample: GuestSample) {
+    pub fn add_light(&mut self, sample: GuestSample) {
         let time_ns = sample.time_ns.saturating_sub(self.terms.clock_offset_ns);
         let period = self.terms.period.unwrap_or(sample.period);
         match sample.side {
@@ -258,11 +258,11 @@ impl SampleMerger {
         self.totals.full += 1;
         let hidden = self.terms.interpreted && cpl != 3;
         if self.mode_at(whose.time_ns) == MergeMode::Full {
-            self.totals.instead += 1;
+            self.totals.in_full_mode += 1;
             // The switch to full mode interrupted a long period. The first full sample includes the
             // part of it before the switch, which light samples have already represented.
             let period = match (std::mem::take(&mut self.first), self.terms.period) {
-                (true, Some(short)) => period.min(short.saturating_mul(u64::from(self.every))),
+                (true, Some(short)) => period.min(short.saturating_mul(u64::from(self.periods_per_sample))),
                 _ => period,
             };
             let unseen = if hidden {
@@ -430,16 +430,16 @@ impl SampleMerger {
             self.mode = mode;
             self.first = mode == MergeMode::Full;
             self.since_ns = now_ns;
-            self.every = self.affordable();
-            return Some(self.every);
+            self.periods_per_sample = self.affordable();
+            return Some(self.periods_per_sample);
         }
         let every = self.affordable();
         // Small changes are not worth a reconfiguration of the VM.
-        let differs = every.abs_diff(self.every) > self.every / 4;
+        let differs = every.abs_diff(self.periods_per_sample) > self.periods_per_sample / 4;
         if self.costs.len() < COSTS || !differs {
             return None;
         }
-        self.every = every;
+        self.periods_per_sample = every;
         self.costs.clear();
         Some(every)
     }
@@ -541,7 +541,7 @@ mod tests {
     fn light_sample_gets_nearest_task() {
         let mut m = merge(false);
         for t in [10, 40, 60, 90, 130] {
-            m.light(sample(t, SampledCpuMode::GuestUser));
+            m.add_light(sample(t, SampledCpuMode::GuestUser));
         }
         // Each full sample replaces one light sample and represents the remaining events before it.
         assert_eq!(m.full(whose(39, 1), 3, 20 * PERIOD), 19 * PERIOD);
@@ -550,7 +550,7 @@ mod tests {
         // The last light sample waits for the next full sample.
         assert_eq!(m.full(whose(140, 3), 3, 20 * PERIOD), 20 * PERIOD);
         assert_eq!(settled(&mut m, 141), []);
-        m.light(sample(150, SampledCpuMode::GuestUser));
+        m.add_light(sample(150, SampledCpuMode::GuestUser));
         assert_eq!(settled(&mut m, 150 + MAX_WAIT_NS), [(150, Some(3))]);
     }
 
@@ -572,22 +572,22 @@ mod tests {
             ..sample(time_ns, SampledCpuMode::GuestKernel)
         };
         for t in [22, 90, 110] {
-            m.light(sample(t, SampledCpuMode::GuestUser));
-            m.light(kernel(t + 1));
+            m.add_light(sample(t, SampledCpuMode::GuestUser));
+            m.add_light(kernel(t + 1));
         }
         let expected = [(22, 1), (23, 9), (90, 1), (91, 9), (110, 2), (111, 9)];
         assert_eq!(settled(&mut m, 201), expected.map(|(t, pid)| (t, Some(pid))));
         // If only a kernel thread is known, the light sample is assigned to it.
         let mut m = merge(false);
         m.full(thread(5), 0, PERIOD);
-        m.light(sample(10, SampledCpuMode::GuestUser));
+        m.add_light(sample(10, SampledCpuMode::GuestUser));
         assert_eq!(settled(&mut m, u64::MAX), [(10, Some(9))]);
     }
 
     #[test]
     fn light_sample_without_full_sample_has_no_task() {
         let mut m = merge(false);
-        m.light(sample(10, SampledCpuMode::GuestKernel));
+        m.add_light(sample(10, SampledCpuMode::GuestKernel));
         assert_eq!(settled(&mut m, 20), []);
         assert_eq!(settled(&mut m, u64::MAX), [(10, None)]);
     }
@@ -598,7 +598,7 @@ mod tests {
     fn blind_ring_switches_to_full_mode() {
         let mut m = merge(false);
         for t in 0..WINDOW {
-            m.light(sample(t, SampledCpuMode::HostKernel));
+            m.add_light(sample(t, SampledCpuMode::HostKernel));
         }
         assert_eq!(m.decide(100), Some(1));
         assert!(m.is_blind());
@@ -608,12 +608,12 @@ mod tests {
         assert_eq!(m.full(whose(102, 1), 0, 2 * PERIOD), 2 * PERIOD);
         assert_eq!(m.decide(102), None);
         // A light sample shows the guest, so light mode starts.
-        m.light(sample(200, SampledCpuMode::GuestUser));
+        m.add_light(sample(200, SampledCpuMode::GuestUser));
         assert_eq!(m.decide(201), Some(20));
         assert!(!m.is_blind());
         // A small share of KVM's own work does not cause a switch to full mode.
         for t in 300..300 + WORK_WINDOW {
-            m.light(sample(t, origin(t % 8 == 0)));
+            m.add_light(sample(t, origin(t % 8 == 0)));
         }
         assert_eq!(m.decide(1000), None);
     }
@@ -627,7 +627,7 @@ mod tests {
         let mut pass = |m: &mut SampleMerger, one_in: u64| {
             for _ in 0..WORK_WINDOW {
                 now += 1;
-                m.light(sample(now, origin(now % one_in == 0)));
+                m.add_light(sample(now, origin(now % one_in == 0)));
             }
             (m.decide(now), now)
         };
@@ -648,7 +648,7 @@ mod tests {
             ..merge(false).terms
         };
         let mut m = SampleMerger::new(terms);
-        m.light(sample(1, SampledCpuMode::GuestUser));
+        m.add_light(sample(1, SampledCpuMode::GuestUser));
         let mut pass = |costs: [u32; COSTS]| {
             costs.into_iter().for_each(|ns| m.cost(ns));
             m.decide(2)
@@ -665,7 +665,7 @@ mod tests {
         // In full mode, the rate is limited so that the vCPU is stopped for 3 % of the time.
         let mut m = SampleMerger::new(terms);
         (0..COSTS).for_each(|_| m.cost(250_000));
-        (0..WINDOW).for_each(|t| m.light(sample(t, SampledCpuMode::HostKernel)));
+        (0..WINDOW).for_each(|t| m.add_light(sample(t, SampledCpuMode::HostKernel)));
         assert_eq!(m.decide(100), Some(9));
         // With a fixed ratio of full samples, their cost has no effect.
         let mut m = merge(false);
@@ -679,7 +679,7 @@ mod tests {
     fn unseen_time_is_assigned_to_next_kernel_sample() {
         let mut m = merge(true);
         for t in 0..WINDOW {
-            m.light(sample(t, origin(t % 2 == 0)));
+            m.add_light(sample(t, origin(t % 2 == 0)));
         }
         // Light samples showed the host's kernel half of the time, which this full sample
         // represents.
@@ -701,7 +701,7 @@ mod tests {
     fn samples_have_equal_weight_without_loss() {
         let mut m = merge(false);
         for t in 1..=2000u64 {
-            m.light(sample(10 * t, SampledCpuMode::GuestUser));
+            m.add_light(sample(10 * t, SampledCpuMode::GuestUser));
             if t % 20 == 0 {
                 assert_eq!(m.full(whose(10 * t + 1, 1), 3, 20 * PERIOD), PERIOD);
             }
@@ -720,7 +720,7 @@ mod tests {
                 let first = at * drain + 1;
                 let times = first..first + batch.len();
                 for (t, &guest) in times.clone().zip(batch) {
-                    m.light(sample(10 * t as u64, if guest { SampledCpuMode::GuestKernel } else { SampledCpuMode::HostKernel }));
+                    m.add_light(sample(10 * t as u64, if guest { SampledCpuMode::GuestKernel } else { SampledCpuMode::HostKernel }));
                 }
                 for t in times.filter(|t| t % 20 == 0) {
                     count += 20 * PERIOD;
@@ -742,8 +742,8 @@ mod tests {
             for (step, what) in steps {
                 now += step;
                 match what {
-                    0..=2 => { m.light(sample(now, SampledCpuMode::GuestUser)); guest += 1; }
-                    3 => m.light(sample(now, SampledCpuMode::HostKernel)),
+                    0..=2 => { m.add_light(sample(now, SampledCpuMode::GuestUser)); guest += 1; }
+                    3 => m.add_light(sample(now, SampledCpuMode::HostKernel)),
                     4 => {
                         full += u64::from(!m.pending.is_empty());
                         m.full(whose(now, 1), 3, 1);

@@ -19,7 +19,7 @@ mod wire;
 
 pub use found_kernel::{FoundKernel, KernelTableReadError};
 pub use reader::serve;
-pub use requester::{KernelSearchRequestError, ask};
+pub use requester::{KernelSearchRequestError, search_kernel};
 
 #[cfg(test)]
 mod tests;

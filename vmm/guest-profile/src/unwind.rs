@@ -112,8 +112,8 @@ impl UnwindStopReasons {
 
     /// Returns the name of the limit that truncated the chain, or `None` if the chain is complete
     /// or ended for another reason.
-    pub fn cut_short(self) -> Option<&'static str> {
-        let bound = |end: Option<UnwindStop>| end.and_then(UnwindStop::bound);
+    pub fn truncation_reason(self) -> Option<&'static str> {
+        let bound = |end: Option<UnwindStop>| end.and_then(UnwindStop::limit_name);
         bound(self.user).or(bound(self.kernel))
     }
 }
@@ -142,7 +142,7 @@ pub struct CallChain {
 
 impl CallChain {
     /// Returns the reasons why unwinding of the kernel part and of the user part ended.
-    pub fn ends(&self) -> UnwindStopReasons {
+    pub fn stop_reasons(&self) -> UnwindStopReasons {
         UnwindStopReasons {
             kernel: self.kernel_end,
             user: self.user_end,

@@ -449,7 +449,7 @@ fn event_backings(perf: &HostPerfCapabilities, vendor: Vendor) -> Vec<EventBacki
     ArchEvent::ALL
         .into_iter()
         .map(|event| {
-            let (backing, note) = match auto.known(event, vendor).map(|way| way.backing) {
+            let (backing, note) = match auto.known_source(event, vendor).map(|way| way.backing) {
                 None => ("none", "not supported in the guest"),
                 Some(CounterBacking::Clock) => (
                     "clock",
@@ -457,7 +457,7 @@ fn event_backings(perf: &HostPerfCapabilities, vendor: Vendor) -> Vec<EventBacki
                 ),
                 // Generic cache events refer to the last-level cache on Intel and to the L2 cache
                 // on AMD.
-                Some(backing) if auto.known(event, other).is_none() => (backing.name(), refused),
+                Some(backing) if auto.known_source(event, other).is_none() => (backing.name(), refused),
                 Some(backing) => (backing.name(), ""),
             };
             EventBacking {

@@ -17,7 +17,7 @@ use rustix::io::{FdFlags, fcntl_getfd, fcntl_setfd};
 const FIRST: RawFd = 3;
 /// Names of the environment variables to keep, which Perfvisor or its child programs (virtiofsd,
 /// perf) read.
-const KEPT: [&str; 8] = [
+const KEPT_VARIABLES: [&str; 8] = [
     "LLVM_PROFILE_FILE",
     "NOTIFY_SOCKET",
     "PATH",
@@ -63,7 +63,7 @@ impl InheritedDescriptors {
     }
 }
 
-/// Clears the environment except for [`KEPT`] and Perfvisor's own variables, and overwrites the
+/// Clears the environment except for [`KEPT_VARIABLES`] and Perfvisor's own variables, and overwrites the
 /// copy shown by `/proc/PID/environ`. No other thread may exist.
 pub(super) fn clear_environment() {
     let all: Vec<(OsString, OsString)> = env::vars_os().collect();
@@ -89,7 +89,7 @@ pub(super) fn clear_environment() {
 }
 
 fn is_kept(name: &OsStr) -> bool {
-    name.as_bytes().starts_with(OWN_PREFIX) || KEPT.iter().any(|kept| name == *kept)
+    name.as_bytes().starts_with(OWN_PREFIX) || KEPT_VARIABLES.iter().any(|kept| name == *kept)
 }
 
 /// Returns the address and length of the environment block of execve(2): `env_start` and `env_end`

@@ -59,8 +59,8 @@ use cli::{CliCommand, CliEarlyExit};
 use commands::{generate, statistics, validate};
 use env_logger::Target;
 use operator::commands::{
-    annotate, convert, cp, ctl, diff, exec, exits, files, list, one_line, print, ps, record, report, say,
-    stat, top,
+    annotate, convert, cp, ctl, diff, exec, exits, files, list, one_line, print, print_stderr, ps, record,
+    report, stat, top,
 };
 use operator::exit::ExitStatus;
 use operator::exporter;
@@ -153,7 +153,7 @@ fn run_command(
             // A core dump would contain guest memory, which virtiofsd maps, and the guest may be
             // able to crash virtiofsd.
             privileges::forbid_core_dumps();
-            keeper::keep(&args.command)?;
+            keeper::run_keeper(&args.command)?;
             ExitStatus::PoweredOff
         }
         CliCommand::SaveSnapshots(args) => {
@@ -181,7 +181,7 @@ fn die_with_parent(parent: u32) -> bool {
 }
 
 fn bad_input(line: &str) -> ExitCode {
-    say(&format!("perfvisor: error: {}\n", one_line(line)));
+    print_stderr(&format!("perfvisor: error: {}\n", one_line(line)));
     ExitCode::from(ExitStatus::BadInput.code())
 }
 

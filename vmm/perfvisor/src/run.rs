@@ -425,7 +425,7 @@ fn controlled(
         },
         moved_from: None,
         // A daemon has no terminal, because its standard streams are `/dev/null`.
-        console: match consoles.serial().place() {
+        console: match consoles.serial().location() {
             "tty" if args.daemonize => "none".to_owned(),
             place => place.to_owned(),
         },
@@ -434,7 +434,7 @@ fn controlled(
         control: running.control().clone(),
         pmu: running.pmu().clone(),
         registry: running.registry().clone(),
-        looks: AtomicU64::new(0),
+        view_requests: AtomicU64::new(0),
         bus: running.bus().clone(),
         limiters: Vec::new(),
         metadata: None,
@@ -465,7 +465,7 @@ fn report_loaded(vm: &Vm, config: &VmConfig) {
             RdpmcMode::Hwbp => "a hardware breakpoint",
             RdpmcMode::Off => "left as it is",
         };
-        log::info!("rdpmc at {}: {what}", site.place());
+        log::info!("rdpmc at {}: {what}", site.location());
     }
 }
 
@@ -480,7 +480,7 @@ fn report_stats(running: &RunningVm, at_start: u8) {
     while all.len() > usize::from(at_start) && all.last().is_some_and(|stats| stats.exits.get() == 0) {
         all.pop();
     }
-    operator::commands::say(&format!("perfvisor: vPMU statistics\n{}", stats::table(&all)));
+    operator::commands::print_stderr(&format!("perfvisor: vPMU statistics\n{}", stats::table(&all)));
 }
 
 fn exit_status(control: &VmRunControl) -> ExitStatus {

@@ -48,7 +48,7 @@ pub enum FileAccessError {
 
 /// Ruleset that denies access to all files, for threads that open no files. Unset if file access is
 /// not restricted.
-static NOTHING: OnceLock<OwnedFd> = OnceLock::new();
+static DENY_ALL: OnceLock<OwnedFd> = OnceLock::new();
 
 /// Returns whether the kernel supports landlock and it is enabled.
 #[must_use]
@@ -65,7 +65,7 @@ pub fn has_landlock() -> bool {
 /// Returns a [`FileAccessError`] if the ruleset cannot be created.
 pub fn begin_files() -> Result<(), FileAccessError> {
     if let Some(nothing) = no_files(scopes())?.into() {
-        let _ = NOTHING.set(nothing);
+        let _ = DENY_ALL.set(nothing);
     }
     Ok(())
 }
@@ -76,7 +76,7 @@ pub fn begin_files() -> Result<(), FileAccessError> {
 /// # Errors
 /// Returns a [`FileAccessError`] on failure, in which case the thread is not restricted.
 pub fn only_files(files: &AccessibleFiles) -> Result<(), FileAccessError> {
-    if NOTHING.get().is_none() {
+    if DENY_ALL.get().is_none() {
         return Ok(());
     }
     let mut rules = no_files(scopes())?;
@@ -103,7 +103,7 @@ pub(crate) fn enter(kind: SandboxedThreadKind) -> Result<(), FileAccessError> {
     ) {
         return Ok(());
     }
-    let Some(nothing) = NOTHING.get() else {
+    let Some(nothing) = DENY_ALL.get() else {
         return Ok(());
     };
     // Make the system calls directly, because the crate would consume the descriptor, and creating
@@ -123,7 +123,7 @@ pub(crate) fn enter(kind: SandboxedThreadKind) -> Result<(), FileAccessError> {
 /// Denies file access to the calling thread, if the kernel has landlock. Unless `signals` is
 /// `true`, also prevents perf events of this thread from sending signals to unrestricted processes,
 /// such as the VM.
-pub(crate) fn nothing(signals: bool) -> Result<(), FileAccessError> {
+pub(crate) fn deny_all(signals: bool) -> Result<(), FileAccessError> {
     let scopes = if signals {
         Scope::AbstractUnixSocket.into()
     } else {

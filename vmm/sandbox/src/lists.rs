@@ -1,7 +1,7 @@
 //! System call allow-lists of each thread kind.
 //!
 //! The lists are derived from traces of all tests (`strace -f`, and `--seccomp log` in the lab) and
-//! from reading the code. A call that is on neither the allow-list nor the list [`refused`]
+//! from reading the code. A call that is on neither the allow-list nor the list [`denied_calls`]
 //! terminates the VM; a call on the latter fails with an error. docs/threat-model.md gives the
 //! reason for each entry.
 
@@ -9,7 +9,7 @@ use rustix::fs::OFlags;
 use syscalls::Sysno;
 
 use crate::kind::{PerfEventAccess, SandboxedThreadKind};
-use crate::rules::{AllowedSyscall, ArgumentCheck, any, ioctls, one_of, only};
+use crate::rules::{AllowedSyscall, ArgumentCheck, any, ioctls, one_of, with_checks};
 
 /// `PR_SET_VMA` (include/uapi/linux/prctl.h), which the C library uses to name its memory.
 const PR_SET_VMA: u32 = 0x5356_4d41;
@@ -64,22 +64,22 @@ pub(crate) fn of(kind: SandboxedThreadKind, pid: u32, counting: PerfEventAccess)
 
 /// Returns the calls that fail with an error in threads of `kind` instead of terminating the VM.
 /// Libraries attempt these calls but work without them.
-pub(crate) fn refused(kind: SandboxedThreadKind) -> Vec<AllowedSyscall> {
+pub(crate) fn denied_calls(kind: SandboxedThreadKind) -> Vec<AllowedSyscall> {
     let mut list = fault_reporting();
     // Deny file status by path, because the standard library falls back to descriptors.
     let of_descriptor = u64::from(libc::AT_EMPTY_PATH.unsigned_abs());
     let by_path = |flags| ArgumentCheck::Bits(flags, of_descriptor, 0);
-    list.extend(only(Sysno::newfstatat, &[by_path(3)]));
-    list.extend(only(Sysno::statx, &[by_path(2)]));
+    list.extend(with_checks(Sysno::newfstatat, &[by_path(3)]));
+    list.extend(with_checks(Sysno::statx, &[by_path(2)]));
     list.extend(any(&[Sysno::stat, Sysno::lstat]));
     // Deny reading the resource limits of this process.
-    list.extend(only(
+    list.extend(with_checks(
         Sysno::prlimit64,
         &[ArgumentCheck::Is(0, 0), ArgumentCheck::Is(2, 0)],
     ));
     if kind != SandboxedThreadKind::Starter {
         // Deny the creation of threads, because the starter creates all threads.
-        list.extend(only(
+        list.extend(with_checks(
             Sysno::clone,
             &[ArgumentCheck::Bits(0, NEW_NAMESPACES | THREAD, THREAD)],
         ));
@@ -89,8 +89,8 @@ pub(crate) fn refused(kind: SandboxedThreadKind) -> Vec<AllowedSyscall> {
         // glibc's malloc reads /proc/sys/vm/overcommit_memory before it returns heap memory to the
         // system. If the read fails, malloc returns less memory.
         let others = non_read_flags();
-        list.extend(only(Sysno::openat, &[ArgumentCheck::Without(2, others)]));
-        list.extend(only(Sysno::open, &[ArgumentCheck::Without(1, others)]));
+        list.extend(with_checks(Sysno::openat, &[ArgumentCheck::Without(2, others)]));
+        list.extend(with_checks(Sysno::open, &[ArgumentCheck::Without(1, others)]));
     }
     list
 }
@@ -152,12 +152,12 @@ fn common(pid: u32) -> Vec<AllowedSyscall> {
     list.extend(memory());
     list.extend(locks());
     list.extend(ending_signals());
-    list.extend(only(Sysno::tgkill, &[ArgumentCheck::Is(0, pid)]));
+    list.extend(with_checks(Sysno::tgkill, &[ArgumentCheck::Is(0, pid)]));
     // Allow the status of an open descriptor, as with fstat.
     let of_descriptor = libc::AT_EMPTY_PATH.unsigned_abs();
     let bits = |at| ArgumentCheck::Bits(at, of_descriptor.into(), of_descriptor.into());
-    list.extend(only(Sysno::newfstatat, &[bits(3)]));
-    list.extend(only(Sysno::statx, &[bits(2)]));
+    list.extend(with_checks(Sysno::newfstatat, &[bits(3)]));
+    list.extend(with_checks(Sysno::statx, &[bits(2)]));
     let names = [libc::PR_SET_NAME, libc::PR_GET_NAME].map(i32::unsigned_abs);
     list.extend(one_of(Sysno::prctl, 0, &[names[0], names[1], PR_SET_VMA]));
     let flags = [
@@ -186,12 +186,12 @@ fn memory() -> Vec<AllowedSyscall> {
     let needed = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
     let optional = libc::MAP_NORESERVE | libc::MAP_STACK;
     let private = ArgumentCheck::Bits(3, all_but(optional), u64::from(needed.unsigned_abs()));
-    let mut list = only(Sysno::mmap, &[ArgumentCheck::Without(2, prot), private]);
+    let mut list = with_checks(Sysno::mmap, &[ArgumentCheck::Without(2, prot), private]);
     // To shrink a heap, glibc's malloc maps inaccessible memory over its end if the program has
     // file capabilities or the kernel does not overcommit.
     let given_back = ArgumentCheck::Is(3, (needed | libc::MAP_FIXED).unsigned_abs());
-    list.extend(only(Sysno::mmap, &[ArgumentCheck::Is(2, 0), given_back]));
-    list.extend(only(Sysno::mprotect, &[ArgumentCheck::Without(2, prot)]));
+    list.extend(with_checks(Sysno::mmap, &[ArgumentCheck::Is(2, 0), given_back]));
+    list.extend(with_checks(Sysno::mprotect, &[ArgumentCheck::Without(2, prot)]));
     list.extend(one_of(Sysno::mremap, 3, &[libc::MREMAP_MAYMOVE.unsigned_abs()]));
     let advice = [libc::MADV_DONTNEED, MADV_GUARD_INSTALL, MADV_GUARD_REMOVE];
     list.extend(one_of(Sysno::madvise, 2, &advice.map(i32::unsigned_abs)));
@@ -208,7 +208,7 @@ fn shared_memory() -> Vec<AllowedSyscall> {
         all_but(libc::MAP_FIXED | libc::MAP_POPULATE),
         u64::from(libc::MAP_SHARED.unsigned_abs()),
     );
-    only(Sysno::mmap, &[ArgumentCheck::Without(2, prot), shared])
+    with_checks(Sysno::mmap, &[ArgumentCheck::Without(2, prot), shared])
 }
 
 /// Returns the `futex(2)` operations of the C library and Rust's standard library, private or
@@ -309,7 +309,7 @@ fn own_perf_events() -> Vec<AllowedSyscall> {
         ArgumentCheck::Is(2, any_cpu),
         ArgumentCheck::Is(4, cloexec),
     ];
-    only(Sysno::perf_event_open, &checks)
+    with_checks(Sysno::perf_event_open, &checks)
 }
 
 /// ioctl type of KVM (`KVMIO`).
@@ -444,7 +444,7 @@ fn balloon() -> Vec<AllowedSyscall> {
     list.extend(one_of(Sysno::madvise, 2, &advice.map(i32::unsigned_abs)));
     let prot = libc::PROT_READ | libc::PROT_WRITE;
     let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE | libc::MAP_FIXED;
-    list.extend(only(
+    list.extend(with_checks(
         Sysno::mmap,
         &[
             ArgumentCheck::Is(2, prot.unsigned_abs()),
@@ -510,8 +510,8 @@ fn main() -> Vec<AllowedSyscall> {
     // reboot reads the kernel image again. No file is created.
     let may = libc::O_ACCMODE | libc::O_CLOEXEC | libc::O_NONBLOCK | libc::O_LARGEFILE | libc::O_NOCTTY;
     let others = u64::from(!may.unsigned_abs());
-    list.extend(only(Sysno::openat, &[ArgumentCheck::Without(2, others)]));
-    list.extend(only(Sysno::open, &[ArgumentCheck::Without(1, others)]));
+    list.extend(with_checks(Sysno::openat, &[ArgumentCheck::Without(2, others)]));
+    list.extend(with_checks(Sysno::open, &[ArgumentCheck::Without(1, others)]));
     // Calls made at a reboot with --prealloc.
     list.extend(one_of(
         Sysno::madvise,
@@ -520,7 +520,7 @@ fn main() -> Vec<AllowedSyscall> {
     ));
     // Lease of a ring's memory file. The lease signal is sent to this process and is ignored by
     // default.
-    list.extend(only(
+    list.extend(with_checks(
         Sysno::fcntl,
         &[
             ArgumentCheck::Is(1, F_SETSIG),
@@ -558,7 +558,7 @@ fn starter(pid: u32, counting: PerfEventAccess) -> Vec<AllowedSyscall> {
             list.extend(of(kind, pid, counting));
         }
     }
-    list.extend(only(
+    list.extend(with_checks(
         Sysno::clone,
         &[ArgumentCheck::Bits(0, NEW_NAMESPACES | THREAD, THREAD)],
     ));
@@ -588,7 +588,7 @@ fn starter(pid: u32, counting: PerfEventAccess) -> Vec<AllowedSyscall> {
 /// contains only calls for memory, the worker's socket, and exit. `pid` is the ID of that process.
 pub(crate) fn of_worker(pid: u32) -> Vec<AllowedSyscall> {
     let mut list = of_any_worker();
-    list.extend(only(Sysno::tgkill, &[ArgumentCheck::Is(0, pid)]));
+    list.extend(with_checks(Sysno::tgkill, &[ArgumentCheck::Is(0, pid)]));
     list
 }
 
@@ -629,8 +629,8 @@ pub(crate) fn refused_to_workers() -> Vec<AllowedSyscall> {
     let mut list = fault_reporting();
     // As in other threads, glibc's malloc opens this file.
     let others = non_read_flags();
-    list.extend(only(Sysno::openat, &[ArgumentCheck::Without(2, others)]));
-    list.extend(only(Sysno::open, &[ArgumentCheck::Without(1, others)]));
+    list.extend(with_checks(Sysno::openat, &[ArgumentCheck::Without(2, others)]));
+    list.extend(with_checks(Sysno::open, &[ArgumentCheck::Without(1, others)]));
     list
 }
 
@@ -639,7 +639,7 @@ pub(crate) fn refused_to_workers() -> Vec<AllowedSyscall> {
 /// keeper's filter.
 pub(crate) fn of_keeper() -> Vec<AllowedSyscall> {
     let mut list = of_any_worker();
-    list.extend(only(
+    list.extend(with_checks(
         Sysno::clone,
         &[ArgumentCheck::Bits(0, NEW_NAMESPACES | THREAD, 0)],
     ));
@@ -680,17 +680,17 @@ pub(crate) fn of_socket_broker() -> Vec<AllowedSyscall> {
         Sysno::fstat,
     ]));
     let large_files = u64::from(!OFlags::LARGEFILE.bits());
-    list.extend(only(
+    list.extend(with_checks(
         Sysno::openat,
         &[ArgumentCheck::Bits(2, large_files, PATH_ONLY.bits().into())],
     ));
     let of_descriptor = u64::from(libc::AT_EMPTY_PATH.unsigned_abs());
-    list.extend(only(
+    list.extend(with_checks(
         Sysno::newfstatat,
         &[ArgumentCheck::Bits(3, of_descriptor, of_descriptor)],
     ));
-    list.extend(only(Sysno::unlinkat, &[ArgumentCheck::Is(2, 0)]));
-    list.extend(only(
+    list.extend(with_checks(Sysno::unlinkat, &[ArgumentCheck::Is(2, 0)]));
+    list.extend(with_checks(
         Sysno::socket,
         &[
             ArgumentCheck::Is(0, libc::AF_UNIX.unsigned_abs()),
@@ -734,7 +734,7 @@ pub(crate) fn of_supervisor(vm: u32, own: u32) -> Vec<AllowedSyscall> {
     ]);
     list.extend(memory());
     list.extend(one_of(Sysno::kill, 0, &[vm, own]));
-    list.extend(only(Sysno::rt_sigqueueinfo, &[ArgumentCheck::Is(0, vm)]));
+    list.extend(with_checks(Sysno::rt_sigqueueinfo, &[ArgumentCheck::Is(0, vm)]));
     // Reads and sets the foreground process group of the terminal.
     list.extend(ioctls(b'T', &[0x0f, 0x10]));
     list
@@ -757,7 +757,7 @@ pub(crate) fn of_perf_broker(vm: u32, signal: u32) -> Vec<AllowedSyscall> {
         Sysno::brk,
         Sysno::munmap,
     ]);
-    list.extend(only(
+    list.extend(with_checks(
         Sysno::perf_event_open,
         &[
             ArgumentCheck::Not(1, 0),
@@ -766,7 +766,7 @@ pub(crate) fn of_perf_broker(vm: u32, signal: u32) -> Vec<AllowedSyscall> {
             ArgumentCheck::Is(4, cloexec),
         ],
     ));
-    list.extend(only(
+    list.extend(with_checks(
         Sysno::fcntl,
         &[ArgumentCheck::Is(1, F_SETSIG), ArgumentCheck::Is(2, signal)],
     ));
@@ -779,7 +779,7 @@ pub(crate) fn of_perf_broker(vm: u32, signal: u32) -> Vec<AllowedSyscall> {
     // Before it closes a descriptor, the standard library checks that the descriptor is open.
     list.extend(one_of(Sysno::fcntl, 1, &[libc::F_GETFD.unsigned_abs()]));
     // Check that a thread belongs to the VM. Signal 0 is never delivered.
-    list.extend(only(
+    list.extend(with_checks(
         Sysno::tgkill,
         &[ArgumentCheck::Is(0, vm), ArgumentCheck::Is(2, 0)],
     ));

@@ -129,7 +129,7 @@ impl PerfBroker {
             receiver: receiver.unwrap_or(0),
             attr,
         };
-        let event = self.ask(request, leader)?;
+        let event = self.request(request, leader)?;
         // The kernel discards a passed descriptor if this process has reached its descriptor limit.
         event.ok_or_else(|| PerfBrokerError::Refused(io::Error::from_raw_os_error(libc::EMFILE)))
     }
@@ -139,10 +139,11 @@ impl PerfBroker {
     /// # Errors
     /// Returns the same errors as [`PerfBroker::open`].
     pub fn set_signal(&self, event: BorrowedFd<'_>, receiver: i32) -> Result<(), PerfBrokerError> {
-        self.ask(PerfRequest::Signal { receiver }, Some(event)).map(drop)
+        self.request(PerfRequest::Signal { receiver }, Some(event))
+            .map(drop)
     }
 
-    fn ask(
+    fn request(
         &self,
         request: PerfRequest<'_>,
         passed: Option<BorrowedFd<'_>>,

@@ -33,7 +33,7 @@ use rustix::thread::{CapabilitySet, CapabilitySets, capabilities, set_capabiliti
 use seccompiler::{BpfProgram, apply_filter};
 
 use crate::namespaces::{UserNamespaceError, own_users, unshare};
-use crate::service::{UNFIT, keep_only_descriptors, leave, trim_heap};
+use crate::service::{EXIT_UNCONFINED, exit_process, keep_only_descriptors, trim_heap};
 use crate::start::SandboxError;
 use crate::{ProcessConfinement, SandboxedThreadKind, files, filter, lists};
 
@@ -200,7 +200,7 @@ impl PidNamespaceSupervisor<'_> {
                 let ended = panic::catch_unwind(AssertUnwindSafe(|| self.run(vm, its)));
                 drop(ended);
                 // The VM exits when this process exits.
-                leave(UNFIT)
+                exit_process(EXIT_UNCONFINED)
             }
         }
     }
@@ -263,7 +263,7 @@ impl PidNamespaceSupervisor<'_> {
             return Err(io::Error::other("rights that stay"));
         }
         if self.confinement.landlock {
-            files::nothing(true).map_err(io::Error::other)?;
+            files::deny_all(true).map_err(io::Error::other)?;
         }
         filter.map_or(Ok(()), |filter| apply_filter(&filter).map_err(io::Error::other))
     }
@@ -341,7 +341,7 @@ fn bind_to_supervisor(
         .and_then(|()| link.read_exact(&mut vm))
         .is_err()
     {
-        leave(UNFIT);
+        exit_process(EXIT_UNCONFINED);
     }
     let vm = u32::from_ne_bytes(vm);
     if vm == 0 {
@@ -502,14 +502,14 @@ impl Terminal {
 /// Terminates this process in the same way as the process with this `wait(2)` status.
 fn end_like(status: libc::c_int) -> ! {
     if !libc::WIFSIGNALED(status) {
-        leave(libc::WEXITSTATUS(status));
+        exit_process(libc::WEXITSTATUS(status));
     }
     let signal = libc::WTERMSIG(status);
     // SAFETY: the call passes only integers, and the default action runs no code of this process.
     unsafe { libc::signal(signal, libc::SIG_DFL) };
     send(own_pid(), signal);
     let _ = change_mask(libc::SIG_UNBLOCK, &[signal]);
-    leave(128 + signal)
+    exit_process(128 + signal)
 }
 
 fn own_pid() -> libc::pid_t {

@@ -36,7 +36,7 @@ pub(crate) fn any(calls: &[Sysno]) -> Vec<AllowedSyscall> {
 }
 
 /// Permits `call` if all of `checks` hold.
-pub(crate) fn only(call: Sysno, checks: &[ArgumentCheck]) -> Vec<AllowedSyscall> {
+pub(crate) fn with_checks(call: Sysno, checks: &[ArgumentCheck]) -> Vec<AllowedSyscall> {
     vec![AllowedSyscall {
         call,
         when: vec![checks.to_vec()],

@@ -15,7 +15,7 @@ use crate::files;
 /// First file descriptor after the standard streams.
 const FIRST: RawFd = 3;
 /// Exit status of a process that could not be confined.
-pub(crate) const UNFIT: i32 = 125;
+pub(crate) const EXIT_UNCONFINED: i32 = 125;
 
 /// Restrictions of a service process.
 pub(crate) struct ServiceProcess<'a> {
@@ -52,7 +52,11 @@ impl ServiceProcess<'_> {
             0 => {
                 let run = || self.run(socket, prepare, serve);
                 let ended = panic::catch_unwind(AssertUnwindSafe(run));
-                leave(if matches!(ended, Ok(Ok(()))) { 0 } else { UNFIT })
+                exit_process(if matches!(ended, Ok(Ok(()))) {
+                    0
+                } else {
+                    EXIT_UNCONFINED
+                })
             }
             _ => Ok(()),
         }
@@ -74,7 +78,7 @@ impl ServiceProcess<'_> {
             return Err(io::Error::other("rights that stay"));
         }
         if self.landlock {
-            files::nothing(self.signals).map_err(io::Error::other)?;
+            files::deny_all(self.signals).map_err(io::Error::other)?;
         }
         for filter in self.filters {
             apply_filter(filter).map_err(io::Error::other)?;
@@ -85,7 +89,7 @@ impl ServiceProcess<'_> {
 
 /// Terminates this process without running destructors or exit handlers, which belong to the parent
 /// process.
-pub(crate) fn leave(status: i32) -> ! {
+pub(crate) fn exit_process(status: i32) -> ! {
     // SAFETY: _exit does not return and has no preconditions.
     unsafe { libc::_exit(status) }
 }
@@ -125,7 +129,7 @@ pub(crate) fn keep_only_descriptor(kept: OwnedFd) -> io::Result<OwnedFd> {
 
 /// Closes all descriptors except `kept`, which must not be standard streams. Redirects the standard
 /// streams to a pipe that has no reader. Values that own a closed descriptor must neither be used
-/// nor dropped in this process afterwards, so the process must end with [`leave`].
+/// nor dropped in this process afterwards, so the process must end with [`exit_process`].
 pub(crate) fn keep_only_descriptors(kept: &mut [RawFd]) -> io::Result<()> {
     let (_, nowhere) = io::pipe()?;
     // SAFETY: the calls pass only descriptors and integers.

@@ -33,7 +33,7 @@ use seccompiler::{BpfProgram, SeccompAction, apply_filter};
 use vmm_sys_util::sock_ctrl_msg::ScmSocket;
 
 use crate::paths::{self, PrivilegedDirectory};
-use crate::service::{UNFIT, keep_only_descriptor, leave, trim_heap};
+use crate::service::{EXIT_UNCONFINED, exit_process, keep_only_descriptor, trim_heap};
 use crate::start::{SandboxError, SeccompMode};
 use crate::{HelperProcessStartError, ProcessConfinement, SandboxedThreadKind, files, filter, lists};
 
@@ -142,7 +142,7 @@ impl SocketDestination {
             port,
             name: OsString::new(),
         };
-        let (_, socket) = self.broker.ask(&request, None)?;
+        let (_, socket) = self.broker.request(&request, None)?;
         socket.map(UnixStream::from).ok_or(ErrorKind::InvalidData.into())
     }
 }
@@ -174,7 +174,11 @@ impl SocketBroker {
                 let served = panic::catch_unwind(AssertUnwindSafe(|| {
                     serve(its, &filters, confinement.landlock, give_up)
                 }));
-                leave(if matches!(served, Ok(Ok(()))) { 0 } else { UNFIT })
+                exit_process(if matches!(served, Ok(Ok(()))) {
+                    0
+                } else {
+                    EXIT_UNCONFINED
+                })
             }
             _ => Ok(Arc::new(Self {
                 control: Mutex::new(Some(ours)),
@@ -227,7 +231,7 @@ impl SocketBroker {
             port: 0,
             name,
         };
-        let (index, _) = self.ask(&request, Some(&directory))?;
+        let (index, _) = self.request(&request, Some(&directory))?;
         Ok(SocketDestination {
             broker: self.clone(),
             index: u16::try_from(index).map_err(io::Error::other)?,
@@ -246,7 +250,7 @@ impl SocketBroker {
             port: 0,
             name: OsString::new(),
         };
-        self.ask(&request, None).map(drop)
+        self.request(&request, None).map(drop)
     }
 
     /// Stops the broker and waits until it has removed the VM's sockets.
@@ -261,7 +265,7 @@ impl SocketBroker {
         }
     }
 
-    fn ask(
+    fn request(
         &self,
         request: &BrokerRequest,
         along: Option<&PrivilegedDirectory>,

@@ -133,7 +133,7 @@ pub fn begin(
     let pid = std::process::id();
     let program = |kind| {
         let mut list = lists::of(kind, pid, counting);
-        let refused = (mode == SeccompMode::On).then(|| lists::refused(kind));
+        let refused = (mode == SeccompMode::On).then(|| lists::denied_calls(kind));
         // The allow-list must also contain the refused calls: if two filters match, the kernel
         // applies the more restrictive action.
         list.extend(refused.clone().unwrap_or_default());

@@ -33,7 +33,7 @@ pub fn outcome(
     arguments: [u64; 6],
 ) -> SystemCallOutcome {
     let on = |list: &[AllowedSyscall]| list.iter().any(|allowed| allowed.takes(call, arguments));
-    if on(&lists::refused(kind)) {
+    if on(&lists::denied_calls(kind)) {
         SystemCallOutcome::Refused
     } else if call == i64::from(Sysno::clone3.id()) {
         SystemCallOutcome::Missing
@@ -201,7 +201,7 @@ fn answers(counting: PerfEventAccess) -> BTreeMap<(String, ArgumentForm), CallOu
             .collect();
         let lists = [
             (allowed, SystemCallOutcome::Allowed),
-            (lists::refused(kind), SystemCallOutcome::Refused),
+            (lists::denied_calls(kind), SystemCallOutcome::Refused),
         ];
         for (list, outcome) in lists {
             for AllowedSyscall { call, when } in list {

@@ -24,7 +24,7 @@ use seccompiler::{BackendError, BpfProgram, SeccompAction};
 use vmm_sys_util::sock_ctrl_msg::ScmSocket;
 
 pub use keeper::WorkerLimits;
-use keeper::{BEGIN, GIVE_UP, KeeperConfig, KeeperMessage};
+use keeper::{KeeperConfig, KeeperMessage, START_WORKER, TERMINATE_WORKER};
 pub use worker_exit::WorkerExit;
 
 use crate::start::{SandboxError, SeccompMode};
@@ -110,7 +110,7 @@ impl WorkerKeeper {
             otherwise,
             landlock: confinement.landlock,
             limits,
-            patience: PATIENCE,
+            timeout: PATIENCE,
             give_up,
             work,
         };
@@ -145,7 +145,7 @@ impl WorkerKeeper {
 /// # Errors
 /// Returns an error if the keeper does not answer.
 fn begun(control: &mut UnixStream) -> io::Result<io::Result<UnixStream>> {
-    control.write_all(&[BEGIN])?;
+    control.write_all(&[START_WORKER])?;
     let mut word = [0; KeeperMessage::BYTES];
     let (count, socket) = loop {
         match control.recv_with_fd(&mut word) {
@@ -182,7 +182,7 @@ fn with_keeper<T>(
 
 /// Receives the termination status of a worker.
 fn ended(control: &mut UnixStream) -> io::Result<WorkerExit> {
-    control.write_all(&[GIVE_UP])?;
+    control.write_all(&[TERMINATE_WORKER])?;
     let mut word = [0; KeeperMessage::BYTES];
     control.read_exact(&mut word)?;
     match KeeperMessage::from_bytes(word) {

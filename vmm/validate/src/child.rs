@@ -53,7 +53,7 @@ pub enum MeasurementError {
     #[error(transparent)]
     Client(#[from] ClientError),
     /// The VM exited unexpectedly.
-    #[error("the VM exited while {doing} (status {status}){}{}", told(.messages), console_excerpt(.console))]
+    #[error("the VM exited while {doing} (status {status}){}{}", last_message_suffix(.messages), console_excerpt(.console))]
     Ended {
         /// Exit status of the VM's process, or -1 if a signal terminated it.
         status: i32,
@@ -78,7 +78,7 @@ pub enum MeasurementError {
     Answer(String),
 }
 
-fn told(messages: &[String]) -> String {
+fn last_message_suffix(messages: &[String]) -> String {
     let text = |line: &String| {
         let line = line.trim_start_matches("perfvisor: ");
         format!(": {}", line.trim_start_matches("error: "))

@@ -83,7 +83,7 @@ impl MeasurementJob {
 
     /// Sets the privilege level at which the work is done.
     #[must_use]
-    pub fn at(mut self, cpl: u32) -> Self {
+    pub fn at_cpl(mut self, cpl: u32) -> Self {
         self.cpl = cpl;
         self
     }

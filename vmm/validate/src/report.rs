@@ -109,7 +109,7 @@ impl ValidationRow {
     /// Judges the counts `seen` and stores them in the row. `basis` describes the origin of the
     /// expected count.
     #[must_use]
-    pub fn judged(mut self, seen: &CountComparison, basis: &'static str) -> Self {
+    pub fn with_verdict(mut self, seen: &CountComparison, basis: &'static str) -> Self {
         (self.verdict, self.reason) = judge(seen);
         self.guest = seen.guest;
         self.host = seen.host.map(|host| host.value);
@@ -464,7 +464,8 @@ mod tests {
                 host: host.map(exactly),
                 expected: Some(ExpectedCount::new(100, Tolerance::Percent(5.0))),
             };
-            ValidationRow::new(ValidationCheckKind::Counting, "cycles", "clock", "busy").judged(&seen, basis)
+            ValidationRow::new(ValidationCheckKind::Counting, "cycles", "clock", "busy")
+                .with_verdict(&seen, basis)
         };
         assert!(timed(80, Some(80), "CPU time").of_time);
         assert!(!timed(80, Some(81), "CPU time").of_time, "guest and host differ");
@@ -488,7 +489,7 @@ mod tests {
     fn row(guest: u64, expected: u64) -> ValidationRow {
         let seen = CountComparison::of_guest(Some(guest), ExpectedCount::new(expected, Tolerance::Exact));
         ValidationRow::new(ValidationCheckKind::Counting, "instructions", "exact", "busy")
-            .judged(&seen, "known")
+            .with_verdict(&seen, "known")
     }
 
     /// One wrong count fails the whole report.

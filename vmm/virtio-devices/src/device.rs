@@ -83,12 +83,12 @@ impl ConfigChangeNotifier {
     /// resets it.
     pub fn needs_reset(&self) {
         self.broken.store(true, Ordering::Release);
-        self.tell();
+        self.notify();
     }
 
     /// Increments the configuration generation and raises the configuration-change interrupt. The
     /// caller must have changed the configuration before.
-    pub fn tell(&self) {
+    pub fn notify(&self) {
         self.generation.fetch_add(1, Ordering::Release);
         self.interrupt.raise();
     }
@@ -288,7 +288,7 @@ mod tests {
         let broken = Arc::new(AtomicBool::new(false));
         let interrupt = DeviceInterrupt::new(Some(vector.clone()));
         let change = ConfigChangeNotifier::new(generation.clone(), broken.clone(), interrupt);
-        change.tell();
+        change.notify();
         assert_eq!(generation.load(Ordering::Acquire), 0);
         assert_eq!(vector.read().unwrap(), 1);
         assert!(!broken.load(Ordering::Acquire));

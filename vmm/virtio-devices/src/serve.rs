@@ -164,13 +164,13 @@ fn serve_with_clock(
         }
     };
     if progress.unsignalled {
-        tell(active, memory)?;
+        signal_used(active, memory)?;
     }
     outcome
 }
 
 /// Sends the queue's interrupt to the driver, unless the driver suppresses notifications.
-fn tell(active: &mut ActiveQueue, memory: &GuestMemoryMmap) -> Result<(), VirtqueueError> {
+fn signal_used(active: &mut ActiveQueue, memory: &GuestMemoryMmap) -> Result<(), VirtqueueError> {
     if active.queue.needs_notification(memory)? {
         active.interrupt.raise();
     }
@@ -202,7 +202,7 @@ fn serve_round(
         progress.unsignalled = at.duration_since(progress.signalled) < MAX_INTERRUPT_DELAY;
         if !progress.unsignalled {
             progress.signalled = at;
-            tell(active, memory)?;
+            signal_used(active, memory)?;
         }
         if at >= progress.end {
             break;

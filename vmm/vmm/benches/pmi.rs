@@ -349,7 +349,7 @@ impl Case {
         let mut begins = true;
         loop {
             exits += 1;
-            match vcpu.run().why {
+            match vcpu.run().exit {
                 Ok(VcpuExit::X86Rdmsr(exit)) => (*exit.error, *exit.data) = (0, 0),
                 Ok(VcpuExit::X86Wrmsr(exit)) => {
                     *exit.error = 0;
@@ -504,7 +504,7 @@ fn main() -> Result<(), Box<dyn Error>> {
         return Ok(());
     };
     kick::install_handlers()?;
-    let turns = if figures::only_tried() { 1 } else { TURNS };
+    let turns = if figures::is_dry_run() { 1 } else { TURNS };
     let work = Work::of(&kvm)?;
     let mut all = Vec::new();
     for case in &CASES {

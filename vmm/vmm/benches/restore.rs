@@ -132,7 +132,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     for (config, dir) in sizes.iter().zip(&dirs) {
         save(&kvm, config, &probe, dir.path())?;
     }
-    let turns = if figures::only_tried() { 1 } else { TURNS };
+    let turns = if figures::is_dry_run() { 1 } else { TURNS };
     let mut booted = [const { Vec::new() }; 2];
     let mut decoded = [const { Vec::new() }; 2];
     let mut restored = [const { Vec::new() }; 2];

@@ -66,7 +66,7 @@ fn turn(vcpu: &mut KickableVcpu, way: Variant) -> Result<(f64, f64), Box<dyn Err
                 ..Default::default()
             })?;
             while retired < INSTRUCTIONS {
-                let VcpuExit::Debug(_) = vcpu.run().why? else {
+                let VcpuExit::Debug(_) = vcpu.run().exit? else {
                     return Err("it did not stop behind a step".into());
                 };
                 (entries, retired) = (entries + 1, retired + 1);
@@ -79,12 +79,14 @@ fn turn(vcpu: &mut KickableVcpu, way: Variant) -> Result<(f64, f64), Box<dyn Err
                 if stepper.prepare(vcpu, &mut debug, levels, &room)? != VcpuStepAction::Enter {
                     return Err("an instruction was executed here".into());
                 }
-                let why = vcpu.run().why?;
+                let why = vcpu.run().exit?;
                 stepper.after_run();
                 let VcpuExit::Debug(stop) = why else {
                     return Err(format!("{why:?}").into());
                 };
-                let step = stepper.stopped(vcpu, &stop)?.ok_or("not the stepper's stop")?;
+                let step = stepper
+                    .handle_debug_exit(vcpu, &stop)?
+                    .ok_or("not the stepper's stop")?;
                 entries += 1;
                 retired += u64::from(step.kernel.instructions);
             }
@@ -155,7 +157,7 @@ fn main() -> Result<(), Box<dyn Error>> {
             stepper
         }
     };
-    let turns = if figures::only_tried() { 1 } else { TURNS };
+    let turns = if figures::is_dry_run() { 1 } else { TURNS };
     let mut times = [const { Vec::new() }; 3];
     let mut entries = 1.0;
     for turn_of in 0..=turns {

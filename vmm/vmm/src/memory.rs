@@ -391,10 +391,10 @@ fn check_available(
         // These limits do not apply to reserved huge pages.
         return Ok(());
     }
-    if let Some(limit) = limits.most.filter(|limit| size_bytes > limit.bytes) {
+    if let Some(limit) = limits.limit.filter(|limit| size_bytes > limit.bytes) {
         return Err(MemoryError::MoreThanGroup { size_bytes, limit });
     }
-    match limits.left.filter(|limit| size_bytes > limit.bytes) {
+    match limits.available.filter(|limit| size_bytes > limit.bytes) {
         Some(limit) if kind.prealloc => Err(MemoryError::MoreThanAvailable { size_bytes, limit }),
         Some(limit) => {
             log::warn!(
@@ -476,8 +476,15 @@ mod tests {
             ..MemoryBackingConfig::default()
         };
         let check = |mib: u64, kind, most, left| {
-            check_available(mib << 20, kind, available::HostMemoryLimits { most, left })
-                .map_err(|e| e.to_string())
+            check_available(
+                mib << 20,
+                kind,
+                available::HostMemoryLimits {
+                    limit: most,
+                    available: left,
+                },
+            )
+            .map_err(|e| e.to_string())
         };
         let line = check(512, MemoryBackingConfig::default(), limit(256), limit(100)).unwrap_err();
         assert!(

@@ -192,7 +192,7 @@ pub(crate) fn control_target(vm: &RunningVm) -> VmControlInterface {
         balloon: None,
         snapshots: vm.snapshots().clone(),
         options: BTreeMap::new(),
-        looks: AtomicU64::new(0),
+        view_requests: AtomicU64::new(0),
     };
     // A vCPU that replies has attached to perf-core.
     let look = control_target.request_views();

@@ -292,7 +292,7 @@ impl Vm {
     pub fn start(self) -> Result<RunningVm, VmError> {
         let symbols = Arc::new(ArcSwap::new(self.loaded.symbols.clone()));
         let restarter = self.again.map(|again| GuestResetHandler {
-            again,
+            restart_context: again,
             ram: self.ram.clone(),
             bus: self.bus.clone(),
             pmu: self.pmu.clone(),

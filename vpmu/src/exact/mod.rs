@@ -129,7 +129,8 @@ impl RetiredCounts {
             ArchEvent::Stores,
         ]
         .map(|event| {
-            let left = vmm_counts::exact(event).and_then(|selector| counts.until_overflow(selector, cpl));
+            let left =
+                vmm_counts::exact_selector(event).and_then(|selector| counts.until_overflow(selector, cpl));
             left.map_or(u32::MAX, |left| u32::try_from(left).unwrap_or(u32::MAX))
         });
         Self {

@@ -62,7 +62,7 @@ impl StraightLineCode {
 
     /// Returns the number of instructions, from the start of the run, that the vCPU can retire
     /// before a count exceeds its value in `remaining`.
-    pub fn within(&self, remaining: &RetiredCounts) -> usize {
+    pub fn instructions_within(&self, remaining: &RetiredCounts) -> usize {
         let fits = |passed: &RunPosition| {
             u32::from(passed.loads) <= remaining.loads && u32::from(passed.stores) <= remaining.stores
         };

@@ -443,7 +443,7 @@ fn retired_counts_are_fed_at_their_level() {
         (ArchEvent::Stores, 2),
     ] {
         assert_eq!(
-            counts.total(vmm_counts::exact(event).unwrap()),
+            counts.total(vmm_counts::exact_selector(event).unwrap()),
             total,
             "{event:?}"
         );

@@ -9,7 +9,7 @@ impl Vpmu {
     #[cold]
     pub(super) fn detect_losses(&mut self, events: &mut dyn CounterEvents) {
         for counter in counters_in(self.running | self.paused.counters) {
-            let Some(loss) = events.lost(counter) else {
+            let Some(loss) = events.event_loss(counter) else {
                 continue;
             };
             if self.running & counter.mask() == 0 {

@@ -41,7 +41,7 @@ impl Vpmu {
         // Pausing detects overflows, which may have frozen other counters.
         let on = self.enabled(plain & self.paused.counters & !off);
         if on != 0 {
-            self.go_on(on, events);
+            self.resume_counters(on, events);
         }
         // The caller handles counters that the guest has written, which must be re-armed, and
         // counters that failed to resume, which must be started.
@@ -89,15 +89,15 @@ impl Vpmu {
     #[inline]
     pub(super) fn resume(&mut self, counter: CounterIndex, events: &mut dyn CounterEvents) {
         if self.paused.counters & counter.mask() != 0 {
-            self.go_on(counter.mask(), events);
+            self.resume_counters(counter.mask(), events);
         }
     }
 
     /// Resumes the paused counters in the mask `counters` with their current events.
-    fn go_on(&mut self, counters: u64, events: &mut dyn CounterEvents) {
+    fn resume_counters(&mut self, counters: u64, events: &mut dyn CounterEvents) {
         self.paused.counters &= !counters;
         self.running |= counters;
-        let stopped = events.go_on(counters, &mut |counter, count| self.on_resume(counter, count));
+        let stopped = events.resume(counters, &mut |counter, count| self.on_resume(counter, count));
         for counter in counters_in(stopped) {
             self.running &= !counter.mask();
             self.misses_emulated &= !counter.mask();

@@ -262,7 +262,7 @@ impl Pmu for Hardware {
         "hardware"
     }
 
-    fn serves(&self, ty: EventType) -> bool {
+    fn supports_type(&self, ty: EventType) -> bool {
         [EventType::HARDWARE, EventType::RAW].contains(&ty)
     }
 

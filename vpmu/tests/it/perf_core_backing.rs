@@ -53,10 +53,11 @@ impl Machine {
     /// immediately.
     fn retire(&mut self, cpl: u8, n: u64) {
         for _ in 0..n {
-            if self
-                .vmm_counts
-                .add(vmm_counts::exact(ArchEvent::Instructions).unwrap(), cpl, 1)
-            {
+            if self.vmm_counts.add(
+                vmm_counts::exact_selector(ArchEvent::Instructions).unwrap(),
+                cpl,
+                1,
+            ) {
                 self.notice();
             }
         }
@@ -318,7 +319,7 @@ proptest! {
                 CounterAccess::Run(n) => {
                     // Each iteration of the loop retires an instruction and a branch.
                     for _ in 0..n {
-                        vmm_counts.vmm_counts.add(vmm_counts::exact(ArchEvent::Branches).unwrap(), 0, 1);
+                        vmm_counts.vmm_counts.add(vmm_counts::exact_selector(ArchEvent::Branches).unwrap(), 0, 1);
                         vmm_counts.retire(0, 1);
                         vmm_counts.notice();
                         host.run(1);

@@ -117,7 +117,7 @@ fn deferred_pmi_is_kept_for_undetected_overflow() {
 }
 
 /// Returns a new guest into whose PMU the PMU state of `guest` has been restored.
-fn moved(mut guest: Guest, model: &str) -> Guest {
+fn save_and_restore(mut guest: Guest, model: &str) -> Guest {
     let saved = guest.vpmu.save(&mut guest.events);
     let mut there = Guest::of(model, None);
     there.vpmu.restore(&saved, &mut there.events).unwrap();
@@ -132,7 +132,7 @@ fn moved(mut guest: Guest, model: &str) -> Guest {
 fn restored_pmi_keeps_its_sources() {
     let mut guest = guest_in_pmi_handler();
     guest.run(10);
-    let mut there = moved(guest, "intel");
+    let mut there = save_and_restore(guest, "intel");
     assert!(there.vpmu.defer_pmi());
     there.write(IA32_PERF_GLOBAL_STATUS_RESET, 2);
     assert!(!there.vpmu.pmi_pending());
@@ -154,7 +154,7 @@ fn restored_pmi_stays_deferred() {
         guest.write(counter, (1 << 48) - 10);
         guest.run(10);
         assert!(guest.vpmu.defer_pmi(), "{model}");
-        let mut there = moved(guest, model);
+        let mut there = save_and_restore(guest, model);
         assert!(there.vpmu.pmi_pending(), "{model}");
         there.write(status_clear, 1);
         assert!(!there.vpmu.pmi_pending(), "{model}: served while it had to wait");
@@ -174,7 +174,7 @@ fn restored_pmi_survives_cleared_interrupt_bit() {
         guest.write(counter, -10i64 as u64);
         guest.run(10);
         guest.write(selector, ENABLED);
-        let mut there = moved(guest, model);
+        let mut there = save_and_restore(guest, model);
         assert!(there.vpmu.defer_pmi(), "{model}: still to come");
         assert_eq!(there.vpmu.pmi_ready(0), PmiReadiness::Now, "{model}");
     }

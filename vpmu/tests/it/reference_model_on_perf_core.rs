@@ -63,7 +63,7 @@ impl Pmu for TickPmu {
         "tick"
     }
 
-    fn serves(&self, ty: EventType) -> bool {
+    fn supports_type(&self, ty: EventType) -> bool {
         use EventType as T;
         [T::HARDWARE, T::RAW, T::KVM, T::SOFTWARE, T::VMM_PMU].contains(&ty)
     }

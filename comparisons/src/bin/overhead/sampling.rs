@@ -148,7 +148,7 @@ impl ActiveSampling {
             end,
         };
         // The acknowledgment arrives when the program is ready.
-        record.say("ping")?;
+        record.send_command("ping")?;
         Ok(Self::Process(record))
     }
 
@@ -158,7 +158,7 @@ impl ActiveSampling {
             Self::Event(sampler) | Self::Drained(sampler, _) => sampler
                 .set_enabled(on)
                 .map_err(context("cannot switch the perf event")),
-            Self::Process(record) => record.say(if on { "enable" } else { "disable" }),
+            Self::Process(record) => record.send_command(if on { "enable" } else { "disable" }),
         }
     }
 
@@ -168,7 +168,7 @@ impl ActiveSampling {
             Self::Event(_) => {}
             Self::Drained(_, stop) => stop.store(true, Ordering::Relaxed),
             Self::Process(mut record) => {
-                record.say("stop")?;
+                record.send_command("stop")?;
                 let status = record.child.0.wait()?;
                 if !status.success() {
                     return Err(format!("the program failed with {status}").into());
@@ -182,7 +182,7 @@ impl ActiveSampling {
 impl ControlledRecord {
     /// Sends the control command `word` to the `record` process and waits until the process
     /// acknowledges it.
-    fn say(&mut self, word: &'static str) -> Result<(), ComparisonError> {
+    fn send_command(&mut self, word: &'static str) -> Result<(), ComparisonError> {
         writeln!(self.ctl, "{word}").map_err(context("pipes"))?;
         let until = Instant::now() + PATIENCE;
         loop {

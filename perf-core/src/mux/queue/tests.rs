@@ -30,7 +30,7 @@ fn play(queue: &mut MuxQueue, slots: usize, until_ns: u64, groups: usize) -> Vec
         let next = queue.next_turn_ns().unwrap().max(now + 1);
         on.iter().for_each(|&key| on_ns[key] += next - now);
         now = next;
-        queue.turn(now);
+        queue.rotate_if_due(now);
         on = fill(queue, slots);
     }
     on_ns
@@ -48,7 +48,7 @@ fn mid_slice_reads_are_distributed_evenly() {
         fill(&mut queue, 2);
         for _ in 0..400 * groups {
             now = queue.next_turn_ns().unwrap().max(now);
-            if queue.turn(now).is_some()
+            if queue.rotate_if_due(now).is_some()
                 && let Some(key) = queue.mid_slice()
             {
                 looks[usize::from(key)] += 1;
@@ -63,7 +63,7 @@ fn mid_slice_reads_are_distributed_evenly() {
     let mut alone = queue(MuxPolicy::Rotate, 3);
     fill(&mut alone, 1);
     for now in (1_000..1_000_000).step_by(1_000) {
-        if alone.turn(now).is_some() {
+        if alone.rotate_if_due(now).is_some() {
             assert_eq!(alone.mid_slice(), None, "a slice of one turn has no middle");
         }
         fill(&mut alone, 1);
@@ -81,7 +81,7 @@ fn aliasing_expires() {
     let mut now = 1;
     for _ in 0..30 {
         now = queue.next_turn_ns().unwrap().max(now);
-        let _ = queue.turn(now);
+        let _ = queue.rotate_if_due(now);
         fill(&mut queue, 2);
     }
     assert!(!queue.has_aliasing());
@@ -114,12 +114,12 @@ fn live(
     let mut last = vec![None; groups];
     let mut on = fill(queue, 2);
     let mut now = 0;
-    queue.turn(now);
+    queue.rotate_if_due(now);
     for _ in 0..turns {
         let next = queue.next_turn_ns().unwrap();
         lengths.insert(next - now);
         now = next;
-        let key = queue.turn(now).unwrap();
+        let key = queue.rotate_if_due(now).unwrap();
         let left = usize::from(key);
         let rate = rate(left, since[left], now);
         let step = last[left].replace(rate).map(|before: f64| rate - before);
@@ -191,7 +191,7 @@ fn no_interval_ends_while_all_groups_are_active() {
     let mut queue = queue(MuxPolicy::Adaptive, 3);
     assert_eq!(fill(&mut queue, 4).len(), 3);
     assert_eq!(queue.next_turn_ns(), None);
-    assert_eq!(queue.turn(u64::MAX), None);
+    assert_eq!(queue.rotate_if_due(u64::MAX), None);
     assert_eq!(fill(&mut queue, 4).len(), 3);
 }
 
@@ -216,7 +216,7 @@ fn large_group_is_not_starved() {
                 SlotOfferOutcome::Taken
             });
             now = queue.next_turn_ns().unwrap().max(now);
-            queue.turn(now);
+            queue.rotate_if_due(now);
         }
         assert!(turns_on >= 10, "{policy:?}: on {turns_on} times in 200");
     }
@@ -247,7 +247,7 @@ proptest! {
                 2 => queue.slice_ended(key.into(), Some(n as f64 / 1_000.0)),
                 3 => {
                     now += n;
-                    if let Some(left) = queue.turn(now) {
+                    if let Some(left) = queue.rotate_if_due(now) {
                         prop_assert!(there.contains(&usize::from(left)));
                     }
                 }

@@ -445,7 +445,7 @@ mod tests {
         split
     }
 
-    fn see(split: &mut CplAttribution, cpl: u8, now_ns: u64) {
+    fn attribute_tick(split: &mut CplAttribution, cpl: u8, now_ns: u64) {
         let user = u64::from(cpl == 3);
         split.attribute_pending(user, 1 - user, now_ns);
     }
@@ -459,7 +459,7 @@ mod tests {
             let (mut now, mut last_user, mut last_kernel) = (0u64, 0, 0);
             for (step, cpl) in steps {
                 now += step;
-                see(&mut split, cpl, now);
+                attribute_tick(&mut split, cpl, now);
                 let (user, kernel) = (split.read(PrivilegeLevel::User, now), split.read(PrivilegeLevel::Kernel, now));
                 prop_assert!(user >= last_user && kernel >= last_kernel);
                 prop_assert_eq!(user + kernel, now);
@@ -471,13 +471,13 @@ mod tests {
     #[test]
     fn time_between_spans_is_not_attributed() {
         let mut split = running();
-        see(&mut split, 3, 1_000);
+        attribute_tick(&mut split, 3, 1_000);
         // No event is started from 1,500 to 9,000. The next sample therefore attributes 500 ns of
         // the first span and 300 ns of the second.
         split.stop(1_500);
         split.users = 1;
         split.mark_ns = 9_000;
-        see(&mut split, 0, 9_300);
+        attribute_tick(&mut split, 0, 9_300);
         assert_eq!(split.read(PrivilegeLevel::User, 9_300), 1_000);
         assert_eq!(split.read(PrivilegeLevel::Kernel, 9_300), 800);
     }

@@ -99,7 +99,7 @@ pub(super) struct ClockEvent {
     stalled: bool,
     slack: TimerSlack,
     /// Slot of this event in the vCPU's alarm, reserved when the event is first armed.
-    place: Option<AlarmSlot>,
+    alarm_slot: Option<AlarmSlot>,
 }
 
 impl ClockEvent {
@@ -124,7 +124,7 @@ impl ClockEvent {
             need_ns: None,
             stalled: false,
             slack: TimerSlack::default(),
-            place: None,
+            alarm_slot: None,
         }
     }
 
@@ -182,7 +182,7 @@ impl ClockEvent {
     /// count.
     fn wait(&mut self, now: u64, wait_ns: u64) -> Result<(), PmuError> {
         let wait_ns = wait_ns.max(MIN_TIMER_NS);
-        if let Some(place) = self.place {
+        if let Some(place) = self.alarm_slot {
             self.clock
                 .arm_alarm(place, wait_ns)
                 .map_err(|source| PmuError::Os {
@@ -198,7 +198,7 @@ impl ClockEvent {
     /// Disarms the vCPU's alarm for this event.
     fn disarm(&mut self) {
         self.armed_at = None;
-        if let Some(place) = self.place {
+        if let Some(place) = self.alarm_slot {
             self.clock.disarm_alarm(place);
         }
     }
@@ -281,12 +281,12 @@ impl PmuEvent for ClockEvent {
             ));
         };
         // An event that excludes both privilege levels never overflows and needs no alarm.
-        if self.place.is_none() && !matches!(self.share, CountedTime::Nothing) {
+        if self.alarm_slot.is_none() && !matches!(self.share, CountedTime::Nothing) {
             let place = self.clock.join_alarm(signal).map_err(|source| PmuError::Os {
                 what: "making the vCPU's overflow timer",
                 source,
             })?;
-            self.place = Some(place);
+            self.alarm_slot = Some(place);
         }
         let need_ns = self.ns_for(overflow_in);
         self.stalled = false;
@@ -309,7 +309,7 @@ impl PmuEvent for ClockEvent {
             return 1;
         }
         if !self
-            .place
+            .alarm_slot
             .is_some_and(|place| self.clock.alarm_expired_for(place))
         {
             // The signal was sent for another event.
@@ -332,7 +332,7 @@ impl PmuEvent for ClockEvent {
 impl Drop for ClockEvent {
     fn drop(&mut self) {
         self.stop();
-        if let Some(place) = self.place.take() {
+        if let Some(place) = self.alarm_slot.take() {
             self.clock.leave_alarm(place);
         }
     }

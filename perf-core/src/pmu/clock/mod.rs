@@ -136,7 +136,7 @@ impl Pmu for ClockPmu {
         "clock"
     }
 
-    fn serves(&self, ty: EventType) -> bool {
+    fn supports_type(&self, ty: EventType) -> bool {
         ty == EventType::CLOCK
     }
 

@@ -205,14 +205,14 @@ impl HostCounters {
 
     /// Returns the number of events with attributes `attr` that can be scheduled at the same time.
     #[must_use]
-    pub fn at_once(&self, attr: &Attr) -> usize {
+    pub fn max_simultaneous(&self, attr: &Attr) -> usize {
         self.constraint(attr).len()
     }
 
     /// Returns `true` if `general` events that need general-purpose counters, and one event each of
     /// the generic events `fixed`, can be scheduled at the same time.
     #[must_use]
-    pub fn hold(&self, general: usize, fixed: &[u64]) -> bool {
+    pub fn can_schedule(&self, general: usize, fixed: &[u64]) -> bool {
         // An event takes a general-purpose counter only if it has no free fixed-function counter.
         let also: usize = fixed
             .iter()
@@ -325,19 +325,19 @@ mod tests {
         assert_eq!(found.free(), 7);
         // Cycles fit every general-purpose counter and their fixed-function counter. Reference
         // cycles fit only their fixed-function counter.
-        assert_eq!(found.at_once(&hardware(SimHostPmu::CYCLES)), 5);
-        assert_eq!(found.at_once(&hardware(SimHostPmu::REF_CYCLES)), 1);
-        assert_eq!(found.at_once(&hardware(SimHostPmu::BRANCHES)), 4);
-        assert!(found.hold(4, &[0, 1, 9]));
-        assert!(!found.hold(5, &[]));
+        assert_eq!(found.max_simultaneous(&hardware(SimHostPmu::CYCLES)), 5);
+        assert_eq!(found.max_simultaneous(&hardware(SimHostPmu::REF_CYCLES)), 1);
+        assert_eq!(found.max_simultaneous(&hardware(SimHostPmu::BRANCHES)), 4);
+        assert!(found.can_schedule(4, &[0, 1, 9]));
+        assert!(!found.can_schedule(5, &[]));
     }
 
     #[test]
     fn watchdog_of_an_intel_host_takes_the_fixed_counter_of_cycles() {
         let found = check(SimHostPmu::intel(4).with_watchdog(), true, (4, 4), &WATCHED);
-        assert_eq!(found.at_once(&hardware(SimHostPmu::CYCLES)), 4);
-        assert!(found.hold(3, &[0, 1, 9]));
-        assert!(!found.hold(4, &[0, 1, 9]));
+        assert_eq!(found.max_simultaneous(&hardware(SimHostPmu::CYCLES)), 4);
+        assert!(found.can_schedule(3, &[0, 1, 9]));
+        assert!(!found.can_schedule(4, &[0, 1, 9]));
     }
 
     /// If the watchdog does not watch the CPU on which the probe runs, it may still hold a counter
@@ -369,8 +369,8 @@ mod tests {
     #[test]
     fn amd_host_with_the_watchdog_on() {
         let found = check(SimHostPmu::amd(6).with_watchdog(), true, (5, 6), &[]);
-        assert_eq!(found.at_once(&hardware(SimHostPmu::CYCLES)), 5);
-        assert!(!found.hold(6, &[]));
+        assert_eq!(found.max_simultaneous(&hardware(SimHostPmu::CYCLES)), 5);
+        assert!(!found.can_schedule(6, &[]));
     }
 
     #[test]
@@ -396,8 +396,8 @@ mod tests {
         let found = find(SimHostPmu::amd(0), false);
         assert_eq!(found, HostCounters::default());
         assert_eq!((found.free(), found.mask()), (0, CounterMask::NONE));
-        assert!(!found.hold(1, &[]) && found.hold(0, &[]));
-        assert!(!found.hold(0, &[0]), "nothing counts cycles");
+        assert!(!found.can_schedule(1, &[]) && found.can_schedule(0, &[]));
+        assert!(!found.can_schedule(0, &[0]), "nothing counts cycles");
     }
 
     /// A raw event that is equivalent to a fixed-function event may use the fixed-function counter,
@@ -438,7 +438,7 @@ mod tests {
             // The probe cannot detect any counter without a general-purpose counter.
             prop_assert!(general == 0 || missing <= usize::from(watchdog && host.taken.is_empty()), "{:?}", found);
             for config in [SimHostPmu::CYCLES, SimHostPmu::INSTRUCTIONS, SimHostPmu::REF_CYCLES, SimHostPmu::BRANCHES] {
-                let n = found.at_once(&hardware(config));
+                let n = found.max_simultaneous(&hardware(config));
                 let tried = vec![ProbeEvent { ty: EventType::HARDWARE, config }; n + 1];
                 prop_assert!(n == 0 || SimulatedProbe::go(&host, &tried[..n]));
                 prop_assert!(watchdog || general == 0 || !SimulatedProbe::go(&host, &tried));

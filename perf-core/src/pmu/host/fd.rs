@@ -464,7 +464,7 @@ impl PerfMap {
 
     /// Returns the count and times of the event when the kernel last scheduled it out, or `None` if
     /// the event holds a counter or the control page kept changing.
-    pub(crate) fn left(&self) -> Option<TimedCount> {
+    pub(crate) fn last_sched_out(&self) -> Option<TimedCount> {
         const TRIES: usize = 16;
         let lock = self.field_u32(std::mem::offset_of!(perf_event_mmap_page, lock));
         for _ in 0..TRIES {

@@ -142,7 +142,7 @@ impl Pmu for HostPmu {
         }
     }
 
-    fn serves(&self, ty: EventType) -> bool {
+    fn supports_type(&self, ty: EventType) -> bool {
         match self.class {
             HostEventClass::Hardware => {
                 [EventType::HARDWARE, EventType::HW_CACHE, EventType::RAW].contains(&ty)
@@ -199,7 +199,7 @@ impl HostPmu {
                 ));
             }
         };
-        if !self.serves(attr.ty) {
+        if !self.supports_type(attr.ty) {
             return Err(PmuError::NoSuchEvent);
         }
         let mut raw = new_attr(attr.ty.0, attr.config);
@@ -499,7 +499,7 @@ impl HostEvent {
             return;
         }
         let mut at_ns = self.good.at_ns;
-        if let Some(left) = self.map.as_ref().and_then(PerfMap::left) {
+        if let Some(left) = self.map.as_ref().and_then(PerfMap::last_sched_out) {
             self.last_count = self.last_count.max(self.base + left.count);
             // The enabled time since then is a lower bound of the elapsed time, because it advances
             // only while the thread is on a CPU.

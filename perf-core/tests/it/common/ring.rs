@@ -27,7 +27,7 @@ pub fn write(ring: &Ring, size: usize, writer: u64, number: u64) -> Result<(), R
 
 /// Fills a reserved record with the contents that [`write`] writes, and ends the record.
 pub fn fill(mut record: RecordReservation<'_>, writer: u64, number: u64) {
-    let words = record.left() as u64 / 8;
+    let words = record.remaining() as u64 / 8;
     for word in [u64::from(TAGGED), writer, number] {
         record.put_u64(word);
     }

@@ -145,7 +145,7 @@ impl Pmu for TestPmu {
     fn name(&self) -> &'static str {
         "test"
     }
-    fn serves(&self, ty: EventType) -> bool {
+    fn supports_type(&self, ty: EventType) -> bool {
         ty == if self.slots == 0 { SOFT } else { EventType::SIM }
     }
     fn capacity(&self) -> PmuCapacity {

@@ -37,7 +37,7 @@ fn client(vm: impl FnOnce(&UnixStream) + Send + 'static) -> Client {
         say(&theirs, &format!(r#"{{"id":{id},"ok":{HELLO}}}"#));
         vm(&theirs);
     });
-    Client::over(ours).unwrap()
+    Client::from_stream(ours).unwrap()
 }
 
 /// Returns the client's result if the VM answers `request` with `reply`. `ID` in `reply` is
@@ -63,7 +63,7 @@ fn status(reply: &str) -> Result<String, ClientError> {
 fn client_accepts_missing_and_unknown_fields() {
     let (ours, theirs) = UnixStream::pair().unwrap();
     thread::spawn(move || say(&theirs, &format!(r#"{{"id":1,"ok":{HELLO}}}"#)));
-    let old = Client::over(ours).unwrap();
+    let old = Client::from_stream(ours).unwrap();
     let info = old.info();
     assert_eq!((info.state, info.role), (VmState::Running, ClientRole::Observer));
     assert_eq!((info.max_vcpus, info.console.as_str()), (0, ""));
@@ -164,7 +164,7 @@ fn long_vm_description_is_rejected() {
 fn dead_vm_is_reported_as_gone() {
     let (ours, theirs) = UnixStream::pair().unwrap();
     let dies = thread::spawn(move || heard(&theirs));
-    let error = Client::over(ours).unwrap_err();
+    let error = Client::from_stream(ours).unwrap_err();
     dies.join().unwrap();
     assert!(error.is_gone() && !error.is_silence(), "{error:?}");
 

@@ -89,7 +89,7 @@ impl FaultFrame {
     }
 
     /// Returns the RIP of the instruction after the RDPMC.
-    pub fn behind(&self) -> u64 {
+    pub fn next_rip(&self) -> u64 {
         let behind = self.rip.wrapping_add(self.length.into());
         if self.cs.l == 0 {
             behind & 0xffff_ffff
@@ -107,7 +107,7 @@ impl FaultFrame {
     /// Completes the RDPMC with `value` in EDX:EAX, and resumes the guest after it.
     pub fn resume(&self, value: u64, state: &mut VcpuState) {
         self.execute_again(state);
-        state.regs.rip = self.behind();
+        state.regs.rip = self.next_rip();
         state.regs.rax = value & 0xffff_ffff;
         state.regs.rdx = value >> 32;
     }

@@ -19,7 +19,7 @@ pub(super) const RFLAGS_AC: u64 = 1 << 18;
 pub struct HandlerInstruction {
     /// Guest linear address of the instruction. If the handler starts with ENDBR64, this is the
     /// address of the next instruction, because indirect branch tracking needs the ENDBR64.
-    pub at: u64,
+    pub address: u64,
     pub(super) length: u8,
     /// Effect of the instruction, which the VMM emulates.
     pub(super) does: InstructionEffect,
@@ -59,7 +59,7 @@ impl HandlerInstruction {
             _ => return None,
         };
         Some(Self {
-            at: first.ip(),
+            address: first.ip(),
             length: first.len() as u8,
             does,
         })
@@ -80,7 +80,7 @@ impl HandlerInstruction {
                 state.regs.rsp = rsp;
             }
         }
-        state.regs.rip = self.at.wrapping_add(self.length.into());
+        state.regs.rip = self.address.wrapping_add(self.length.into());
         Some(())
     }
 }
@@ -104,7 +104,7 @@ pub struct GpHandlerTrap {
     at: AtomicU64,
     /// Guest linear addresses of former traps. Copied from [`TrapLocations`] for lookups without a
     /// lock.
-    left: [AtomicU64; MAX_FORMER_TRAPS],
+    former_addresses: [AtomicU64; MAX_FORMER_TRAPS],
     places: Mutex<TrapLocations>,
 }
 
@@ -132,7 +132,7 @@ struct FormerTrap {
     head: HandlerInstruction,
     /// `true` if the trap is still in memory, because the bytes after it had changed when it was to
     /// be removed.
-    stands: bool,
+    is_in_memory: bool,
 }
 
 /// Trap in the #GP handler that caused a port write.
@@ -154,9 +154,12 @@ impl GpHandlerTrap {
         if is(at) {
             return Some(TriggeredHandlerTrap::Installed(at));
         }
-        let mut left = self.left.iter().map(|left| left.load(Ordering::Acquire));
+        let mut left = self
+            .former_addresses
+            .iter()
+            .map(|left| left.load(Ordering::Acquire));
         let at = left.find(|left| is(*left))?;
-        let stands = self.places().former(at).is_some_and(|former| former.stands);
+        let stands = self.places().former(at).is_some_and(|former| former.is_in_memory);
         Some(if stands {
             TriggeredHandlerTrap::Installed(at)
         } else {
@@ -168,8 +171,8 @@ impl GpHandlerTrap {
     pub(super) fn head(&self, at: u64) -> Option<HandlerInstruction> {
         let places = self.places();
         let here = places.here.as_ref().map(|place| place.head);
-        here.filter(|head| head.at == at)
-            .or_else(|| Some(places.former(at).filter(|former| former.stands)?.head))
+        here.filter(|head| head.address == at)
+            .or_else(|| Some(places.former(at).filter(|former| former.is_in_memory)?.head))
     }
 
     fn places(&self) -> std::sync::MutexGuard<'_, TrapLocations> {
@@ -222,7 +225,7 @@ impl GpHandlerTrap {
         let was = [there[0], there[1]];
         self.remove_locked(&mut places, memory);
         // The address must be visible before a vCPU can execute the trap.
-        self.at.store(head.at, Ordering::Release);
+        self.at.store(head.address, Ordering::Release);
         if !exchange(memory, gpa, was, TRAP) {
             self.at.store(0, Ordering::Release);
             return false;
@@ -249,7 +252,7 @@ impl GpHandlerTrap {
         let mut places = self.places();
         self.remove_locked(&mut places, memory);
         let former = places.former.iter().flatten();
-        former.filter(|former| former.stands).count() == 0
+        former.filter(|former| former.is_in_memory).count() == 0
     }
 
     /// Removes the trap, unless the bytes after it have changed and the memory may no longer
@@ -266,9 +269,9 @@ impl GpHandlerTrap {
         // Remembers the trap, because a vCPU may have executed it but not yet exited.
         let slot = places.leave(FormerTrap {
             head: old.head,
-            stands,
+            is_in_memory: stands,
         });
-        self.left[slot].store(old.head.at, Ordering::Release);
+        self.former_addresses[slot].store(old.head.address, Ordering::Release);
         self.at.store(0, Ordering::Release);
     }
 }
@@ -278,13 +281,15 @@ impl TrapLocations {
         self.former
             .into_iter()
             .flatten()
-            .find(|former| former.head.at == at)
+            .find(|former| former.head.address == at)
     }
 
     /// Records a former trap in the entry with the same address, or else in the oldest entry.
     /// Returns the index of the entry.
     fn leave(&mut self, place: FormerTrap) -> usize {
-        let same = |former: &Option<FormerTrap>| former.is_some_and(|former| former.head.at == place.head.at);
+        let same = |former: &Option<FormerTrap>| {
+            former.is_some_and(|former| former.head.address == place.head.address)
+        };
         let slot = self.former.iter().position(same).unwrap_or_else(|| {
             let oldest = self.oldest;
             self.oldest = (oldest + 1) % MAX_FORMER_TRAPS;

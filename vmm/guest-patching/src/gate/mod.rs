@@ -52,7 +52,7 @@ const CR4_FRED: u64 = 1 << 32;
 /// Reason why a vCPU stopped at the first instruction of the #GP handler.
 #[derive(Clone, Copy, Debug)]
 pub enum GpHandlerStopReason {
-    /// An RDPMC faulted. The caller completes it with [`FaultedRdpmc::give`].
+    /// An RDPMC faulted. The caller completes it with [`FaultedRdpmc::complete`].
     Rdpmc(FaultedRdpmc),
     /// Another fault occurred; the guest's handler must run.
     Handler,
@@ -70,7 +70,7 @@ pub struct FaultedRdpmc {
 
 impl FaultedRdpmc {
     /// Completes the RDPMC with `value` and resumes after it.
-    pub fn give(&self, value: u64, state: &mut VcpuState) {
+    pub fn complete(&self, value: u64, state: &mut VcpuState) {
         self.frame.resume(value, state);
     }
 
@@ -81,8 +81,8 @@ impl FaultedRdpmc {
     }
 
     /// Returns the RIP of the RDPMC and the RIP of the next instruction.
-    pub fn place(&self) -> (u64, u64) {
-        (self.frame.rip, self.frame.behind())
+    pub fn rips(&self) -> (u64, u64) {
+        (self.frame.rip, self.frame.next_rip())
     }
 
     /// Returns `true` if the faulting code is being single-stepped (RFLAGS.TF is set), in which
@@ -123,12 +123,12 @@ pub struct GpHandlerInterception {
     seen: Option<HandlerSnapshot>,
     /// Address of the last handler that could not be intercepted. Prevents a second log line for
     /// the same handler.
-    unfit: Option<u64>,
+    rejected_handler: Option<u64>,
     /// Number of log lines written about the #GP handler, at most [`MAX_LOG_LINES`].
-    said: u32,
+    log_lines: u32,
 }
 
-/// Result of [`GpHandlerInterception::look`].
+/// Result of [`GpHandlerInterception::intercept`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum GpHandlerCheckResult {
     /// The handler is unchanged, or there is no handler to intercept.
@@ -152,8 +152,8 @@ impl GpHandlerInterception {
             planted,
             breakpoint: None,
             seen: None,
-            unfit: None,
-            said: 0,
+            rejected_handler: None,
+            log_lines: 0,
         }
     }
 
@@ -173,11 +173,11 @@ impl GpHandlerInterception {
     /// Returns `true` if a stop at `rip` is the breakpoint at the #GP handler.
     #[inline]
     pub fn breaks_at(&self, rip: u64) -> bool {
-        self.breakpoint.is_some_and(|head| head.at == rip)
+        self.breakpoint.is_some_and(|head| head.address == rip)
     }
 
     /// Locates the guest's #GP handler and intercepts it.
-    pub fn look(&mut self, state: &VcpuState) -> GpHandlerCheckResult {
+    pub fn intercept(&mut self, state: &VcpuState) -> GpHandlerCheckResult {
         self.seen = None;
         if !state.is_64bit() {
             return GpHandlerCheckResult::Unchanged;
@@ -200,7 +200,7 @@ impl GpHandlerInterception {
             .idt
             .base
             .wrapping_add(GATE_BYTES * u64::from(GENERAL_PROTECTION));
-        let at = served.map_or(gate, |(head, _)| head.at);
+        let at = served.map_or(gate, |(head, _)| head.address);
         let mut memory = LinearMemory::new(&self.memory, state);
         let places = memory.physical(at).zip(memory.physical(entry));
         self.seen = places.and_then(|(code, entry)| {
@@ -212,19 +212,21 @@ impl GpHandlerInterception {
         });
         let looked = match served {
             Some((_, false)) => return GpHandlerCheckResult::Unchanged,
-            Some((head, true)) => GpHandlerCheckResult::Changed(self.planted.is_none().then_some(head.at)),
+            Some((head, true)) => {
+                GpHandlerCheckResult::Changed(self.planted.is_none().then_some(head.address))
+            }
             None => {
                 if let Some(planted) = &self.planted {
                     planted.remove(&self.memory);
                 }
-                if self.unfit.replace(gate) == Some(gate) {
+                if self.rejected_handler.replace(gate) == Some(gate) {
                     return GpHandlerCheckResult::Unchanged;
                 }
                 GpHandlerCheckResult::Changed(None)
             }
         };
-        if self.said < MAX_LOG_LINES && log::log_enabled!(log::Level::Info) {
-            self.said += 1;
+        if self.log_lines < MAX_LOG_LINES && log::log_enabled!(log::Level::Info) {
+            self.log_lines += 1;
             let place = self.place(gate);
             if served.is_some() {
                 log::info!("rdpmc in user mode and in modules: emulated at the guest's #GP handler, {place}");
@@ -272,14 +274,14 @@ impl GpHandlerInterception {
                 .is_some_and(|c| c.starts_with(&TRAP))
                 && let Some(gpa) = memory.physical(at).map(GuestAddress)
                 && let Some(head) = planted.is_planted(gpa, &self.memory)
-                && head.at == at
+                && head.address == at
             {
                 return Some((head, false));
             }
         }
         let head = HandlerInstruction::of(gate, code)?;
-        let gpa = memory.physical(head.at).map(GuestAddress)?;
-        let code = code.get((head.at - gate) as usize..)?;
+        let gpa = memory.physical(head.address).map(GuestAddress)?;
+        let code = code.get((head.address - gate) as usize..)?;
         planted
             .plant(head, code, gpa, &self.memory)
             .then_some((head, true))
@@ -288,7 +290,7 @@ impl GpHandlerInterception {
     /// Determines why a vCPU stopped at the first instruction of the #GP handler. `replaced`
     /// returns the length of the RDPMC that a trap has replaced at a guest-physical address.
     #[expect(clippy::cast_possible_truncation, reason = "ECX")]
-    pub fn stopped(
+    pub fn stop_reason(
         &self,
         state: &VcpuState,
         replaced: impl FnOnce(u64) -> Option<u8>,
@@ -310,7 +312,7 @@ impl GpHandlerInterception {
     pub fn enter_handler(&self, at: u64, state: &mut VcpuState) -> Option<()> {
         let head = match &self.planted {
             Some(planted) => planted.head(at),
-            None => self.breakpoint.filter(|head| head.at == at),
+            None => self.breakpoint.filter(|head| head.address == at),
         };
         match head {
             Some(head) => head.execute(state, &self.memory),

@@ -65,8 +65,9 @@ fn fault(memory: &GuestMemoryMmap, state: &mut VcpuState, cs: u16, ss: u16, rip:
 /// branch tracking), CLAC or the padding in its place, and CLD.
 #[test]
 fn handler_prologues_are_decoded() {
-    let of =
-        |code: &[u8]| HandlerInstruction::of(GATE, code).map(|head| (head.at - GATE, head.length, head.does));
+    let of = |code: &[u8]| {
+        HandlerInstruction::of(GATE, code).map(|head| (head.address - GATE, head.length, head.does))
+    };
     assert_eq!(
         of(&[0x0f, 0x01, 0xca, 0xfc]),
         Some((0, 3, InstructionEffect::Clear(RFLAGS_AC)))
@@ -107,7 +108,7 @@ fn trap_is_reinstalled_after_code_is_rewritten() {
     for _ in 0..2 {
         memory.write_slice(&clac, GuestAddress(GATE)).unwrap();
         for _ in 0..2 {
-            gate.look(&state);
+            gate.intercept(&state);
             assert!(!gate.has_changed());
             let code: [u8; 8] = memory.read_obj(GuestAddress(GATE)).unwrap();
             assert_eq!(code, [0xf3, 0x0f, 0x1e, 0xfa, TRAP[0], TRAP[1], 0xca, 0xfc]);
@@ -132,7 +133,7 @@ fn trap_is_reinstalled_after_code_is_rewritten() {
     memory
         .write_obj(entry, GuestAddress(IDT + 16 * u64::from(GENERAL_PROTECTION)))
         .unwrap();
-    GpHandlerInterception::new(Some(planted), memory.clone(), Arc::default()).look(&state);
+    GpHandlerInterception::new(Some(planted), memory.clone(), Arc::default()).intercept(&state);
     assert_eq!(memory.read_obj::<[u8; 8]>(GuestAddress(GATE)).unwrap(), clac);
     assert_eq!(
         gate.planted_at(0x6000),
@@ -161,13 +162,13 @@ fn trap_does_not_replace_two_instructions() {
     let code = [0x90, 0x90, 0x90, 0x90];
     memory.write_slice(&code, GuestAddress(GATE)).unwrap();
     let mut gate = GpHandlerInterception::new(Some(Arc::default()), memory.clone(), Arc::default());
-    assert_eq!(gate.look(&state), GpHandlerCheckResult::Changed(None));
+    assert_eq!(gate.intercept(&state), GpHandlerCheckResult::Changed(None));
     assert_eq!(memory.read_obj::<[u8; 4]>(GuestAddress(GATE)).unwrap(), code);
     assert_eq!(gate.planted_at(GATE), None);
     let mut gate = GpHandlerInterception::new(None, memory.clone(), Arc::default());
-    assert_eq!(gate.look(&state), GpHandlerCheckResult::Changed(Some(GATE)));
+    assert_eq!(gate.intercept(&state), GpHandlerCheckResult::Changed(Some(GATE)));
     assert_eq!(
-        gate.look(&state),
+        gate.intercept(&state),
         GpHandlerCheckResult::Unchanged,
         "it is there already"
     );
@@ -203,13 +204,13 @@ fn kexec_kernel_at_same_address_gets_trap() {
         }
         page(&mut state, GATE);
         let mut gate = GpHandlerInterception::new(Some(Arc::default()), memory.clone(), Arc::default());
-        assert_eq!(gate.look(&state), GpHandlerCheckResult::Changed(None));
+        assert_eq!(gate.intercept(&state), GpHandlerCheckResult::Changed(None));
         assert_eq!(memory.read_obj::<[u8; 2]>(GuestAddress(GATE)).unwrap(), TRAP);
         page(&mut state, 0x7000);
         if overwritten {
             memory.write_obj(0x1234u16, GuestAddress(GATE + 8)).unwrap();
         }
-        assert_eq!(gate.look(&state), GpHandlerCheckResult::Changed(None));
+        assert_eq!(gate.intercept(&state), GpHandlerCheckResult::Changed(None));
         assert_eq!(memory.read_obj::<[u8; 2]>(GuestAddress(0x7000)).unwrap(), TRAP);
         let left: [u8; 2] = memory.read_obj(GuestAddress(GATE)).unwrap();
         assert_eq!(left == TRAP, overwritten);
@@ -235,7 +236,7 @@ fn vcpu_at_removed_trap_resumes_original_instruction() {
     let places = [GATE, 0x6000, 0x6100, 0x6200];
     for at in places {
         move_handler(&memory, at);
-        gate.look(&state);
+        gate.intercept(&state);
         assert_eq!(gate.planted_at(at), Some(TriggeredHandlerTrap::Installed(at)));
     }
     for at in &places[..3] {
@@ -246,7 +247,7 @@ fn vcpu_at_removed_trap_resumes_original_instruction() {
     }
     // The handler moves back to the first address, where the trap is then installed again.
     move_handler(&memory, GATE);
-    gate.look(&state);
+    gate.intercept(&state);
     assert_eq!(gate.planted_at(GATE), Some(TriggeredHandlerTrap::Installed(GATE)));
     assert_eq!(
         gate.planted_at(0x6200),
@@ -257,19 +258,19 @@ fn vcpu_at_removed_trap_resumes_original_instruction() {
 /// A snapshot contains the original #GP handler without the trap. `remove_for_snapshot` returns
 /// `false` if a trap cannot be removed.
 #[test]
-fn no_code_of_ours_is_left_planted() {
+fn no_trap_is_left_in_memory() {
     let memory = memory();
     let state = kernel(&memory);
     let planted = Arc::new(GpHandlerTrap::default());
     let mut gate = GpHandlerInterception::new(Some(planted.clone()), memory.clone(), Arc::default());
     let clac = [0x0f, 0x01, 0xca, 0xfc];
     memory.write_slice(&clac, GuestAddress(GATE)).unwrap();
-    gate.look(&state);
+    gate.intercept(&state);
     assert_ne!(memory.read_obj::<[u8; 4]>(GuestAddress(GATE)).unwrap(), clac);
     assert!(planted.remove_for_snapshot(&memory));
     assert_eq!(memory.read_obj::<[u8; 4]>(GuestAddress(GATE)).unwrap(), clac);
     // The source VM continues to run, so the trap is installed again.
-    gate.look(&state);
+    gate.intercept(&state);
     assert_eq!(gate.planted_at(GATE), Some(TriggeredHandlerTrap::Installed(GATE)));
     memory.write_obj(0x1234u16, GuestAddress(GATE + 8)).unwrap();
     assert!(!planted.remove_for_snapshot(&memory), "it stays in memory");
@@ -287,7 +288,7 @@ fn trap_left_in_memory_is_still_emulated() {
     let places: Vec<u64> = (0..50).map(|n| 0x6000 + 0x20 * n).collect();
     for at in &places {
         move_handler(&memory, *at);
-        gate.look(&state);
+        gate.intercept(&state);
         memory.write_obj(0x1234u16, GuestAddress(at + 8)).unwrap();
     }
     let last = places.len() - 1;
@@ -317,7 +318,7 @@ fn trap_is_installed_atomically_at_any_alignment() {
         memory.write_slice(&[0xAA; 32], GuestAddress(0x5ff8)).unwrap();
         move_handler(&memory, at);
         let whole = at % 8 != 7;
-        assert_eq!(gate.look(&state), GpHandlerCheckResult::Changed(None));
+        assert_eq!(gate.intercept(&state), GpHandlerCheckResult::Changed(None));
         assert_eq!(
             gate.planted_at(at),
             whole.then_some(TriggeredHandlerTrap::Installed(at))
@@ -330,7 +331,7 @@ fn trap_is_installed_atomically_at_any_alignment() {
             "{at:#x}"
         );
         move_handler(&memory, 0x7000);
-        gate.look(&state);
+        gate.intercept(&state);
         assert_eq!(memory.read_obj::<[u8; 4]>(GuestAddress(at)).unwrap(), CLAC);
     }
 }
@@ -344,11 +345,11 @@ fn gate_and_handler_changes_are_detected() {
     memory.write_slice(&CLAC, GuestAddress(GATE)).unwrap();
     let mut gate = GpHandlerInterception::new(Some(Arc::default()), memory.clone(), Arc::default());
     assert!(!gate.has_changed());
-    gate.look(&state);
+    gate.intercept(&state);
     assert!(!gate.has_changed());
     memory.write_slice(&CLAC, GuestAddress(GATE)).unwrap();
     assert!(gate.has_changed());
-    gate.look(&state);
+    gate.intercept(&state);
     memory
         .write_obj(0x60u8, GuestAddress(IDT + 16 * u64::from(GENERAL_PROTECTION) + 1))
         .unwrap();
@@ -356,10 +357,10 @@ fn gate_and_handler_changes_are_detected() {
     memory
         .write_slice(&[0x6a, 13, 0x90], GuestAddress(0x6000))
         .unwrap();
-    assert_eq!(gate.look(&state), GpHandlerCheckResult::Changed(None));
+    assert_eq!(gate.intercept(&state), GpHandlerCheckResult::Changed(None));
     for bit in [CR4_CET, CR4_FRED] {
         state.sregs.cr4 = bit;
-        gate.look(&state);
+        gate.intercept(&state);
         assert_eq!(
             memory.read_obj::<[u8; 3]>(GuestAddress(0x6000)).unwrap(),
             [0x6a, 13, 0x90]
@@ -369,7 +370,7 @@ fn gate_and_handler_changes_are_detected() {
             Some(TriggeredHandlerTrap::Removed(0x6000))
         );
         state.sregs.cr4 = 0;
-        gate.look(&state);
+        gate.intercept(&state);
         assert_eq!(
             gate.planted_at(0x6000),
             Some(TriggeredHandlerTrap::Installed(0x6000))
@@ -393,7 +394,7 @@ fn concurrent_trap_installation_keeps_original_code() {
                     let mut gate =
                         GpHandlerInterception::new(Some(planted.clone()), memory.clone(), Arc::default());
                     together.wait();
-                    gate.look(&state);
+                    gate.intercept(&state);
                     assert_eq!(gate.planted_at(GATE), Some(TriggeredHandlerTrap::Installed(GATE)));
                 });
             }
@@ -420,11 +421,11 @@ fn rdpmc_prefixes_are_part_of_instruction() {
         memory.write_slice(&[0x90; 16], GuestAddress(USER_CODE)).unwrap();
         memory.write_slice(code, GuestAddress(USER_CODE)).unwrap();
         fault(&memory, &mut state, USER_CS, USER_SS, USER_CODE);
-        let behind = match gate.stopped(&state, |_| None) {
+        let behind = match gate.stop_reason(&state, |_| None) {
             GpHandlerStopReason::Rdpmc(answer) => {
-                assert_eq!(answer.place().0, USER_CODE);
-                answer.give(7, &mut state);
-                assert_eq!((state.regs.rip, state.regs.rax), (answer.place().1, 7));
+                assert_eq!(answer.rips().0, USER_CODE);
+                answer.complete(7, &mut state);
+                assert_eq!((state.regs.rip, state.regs.rax), (answer.rips().1, 7));
                 Some(state.regs.rip - USER_CODE)
             }
             GpHandlerStopReason::Handler => None,
@@ -442,11 +443,11 @@ fn trap_flag_in_frame_is_detected() {
         let mut state = kernel(&memory);
         fault(&memory, &mut state, USER_CS, USER_SS, USER_CODE);
         memory.write_obj(rflags, GuestAddress(STACK + 24)).unwrap();
-        let GpHandlerStopReason::Rdpmc(answer) = gate.stopped(&state, |_| None) else {
+        let GpHandlerStopReason::Rdpmc(answer) = gate.stop_reason(&state, |_| None) else {
             panic!("not seen")
         };
         assert_eq!(answer.traps(), traps);
-        answer.give(0, &mut state);
+        answer.complete(0, &mut state);
         assert_eq!(state.regs.rflags, rflags);
     }
 }
@@ -461,11 +462,11 @@ fn program_resumes_after_rdpmc() {
     memory.write_slice(&RDPMC, GuestAddress(USER_CODE)).unwrap();
     fault(&memory, &mut state, USER_CS, USER_SS, USER_CODE);
     state.regs.rcx = 0x1_4000_0001;
-    let GpHandlerStopReason::Rdpmc(answer) = gate.stopped(&state, |_| None) else {
+    let GpHandlerStopReason::Rdpmc(answer) = gate.stop_reason(&state, |_| None) else {
         panic!("not seen")
     };
     assert_eq!((answer.index, answer.cpl), (0x4000_0001, 3));
-    answer.give(0x1234_5678_9abc, &mut state);
+    answer.complete(0x1234_5678_9abc, &mut state);
     assert_eq!((state.regs.rax, state.regs.rdx), (0x5678_9abc, 0x1234));
     assert_eq!((state.regs.rip, state.regs.rsp), (USER_CODE + 2, 0x7ff0));
     assert_eq!(state.regs.rflags, 0x246);
@@ -488,7 +489,7 @@ fn program_repeats_rdpmc() {
     memory.write_slice(&RDPMC, GuestAddress(USER_CODE)).unwrap();
     fault(&memory, &mut state, USER_CS, USER_SS, USER_CODE);
     (state.regs.rax, state.regs.rcx, state.regs.rdx) = (11, 1, 22);
-    let GpHandlerStopReason::Rdpmc(answer) = gate.stopped(&state, |_| None) else {
+    let GpHandlerStopReason::Rdpmc(answer) = gate.stop_reason(&state, |_| None) else {
         panic!("not seen")
     };
     answer.execute_again(&mut state);
@@ -509,12 +510,12 @@ fn module_resumes_after_rdpmc() {
     let gate = GpHandlerInterception::new(None, memory.clone(), Arc::default());
     memory.write_slice(&RDPMC, GuestAddress(USER_CODE)).unwrap();
     fault(&memory, &mut state, KERNEL_CS, 0, USER_CODE);
-    let GpHandlerStopReason::Rdpmc(answer) = gate.stopped(&state, |_| None) else {
+    let GpHandlerStopReason::Rdpmc(answer) = gate.stop_reason(&state, |_| None) else {
         panic!("not seen")
     };
     assert_eq!(answer.cpl, 0);
     let segments = state.sregs;
-    answer.give(7, &mut state);
+    answer.complete(7, &mut state);
     assert_eq!((state.regs.rip, state.regs.rax), (USER_CODE + 2, 7));
     assert_eq!(state.sregs, segments);
 }
@@ -526,7 +527,8 @@ fn other_faults_reach_the_handler() {
     let memory = memory();
     let mut state = kernel(&memory);
     let gate = GpHandlerInterception::new(Some(Arc::default()), memory.clone(), Arc::default());
-    let handler = |state: &VcpuState| matches!(gate.stopped(state, |_| None), GpHandlerStopReason::Handler);
+    let handler =
+        |state: &VcpuState| matches!(gate.stop_reason(state, |_| None), GpHandlerStopReason::Handler);
     fault(&memory, &mut state, USER_CS, USER_SS, USER_CODE);
     assert!(handler(&state), "no RDPMC");
     memory.write_slice(&RDPMC, GuestAddress(USER_CODE)).unwrap();
@@ -589,9 +591,9 @@ proptest! {
             (state.sregs.gdt.base, state.sregs.gdt.limit) = (base, limit);
             (state.sregs.idt.base, state.sregs.idt.limit) = (if base == GDT { IDT } else { base }, limit | 0xff);
             let mut gate = GpHandlerInterception::new(Some(Arc::default()), memory.clone(), Arc::default());
-            gate.look(&state);
-            if let GpHandlerStopReason::Rdpmc(answer) = gate.stopped(&state, |_| None) {
-                let behind = answer.frame.cs.base.wrapping_add(answer.place().1) & 0xffff_ffff;
+            gate.intercept(&state);
+            if let GpHandlerStopReason::Rdpmc(answer) = gate.stop_reason(&state, |_| None) {
+                let behind = answer.frame.cs.base.wrapping_add(answer.rips().1) & 0xffff_ffff;
                 prop_assert_eq!(memory.read_obj::<[u8; 2]>(GuestAddress(behind - 2)).unwrap(), RDPMC);
             }
             let _ = gate.enter_handler(GATE, &mut { state });

@@ -71,7 +71,7 @@ fn state(ip: u64, stack: &[u8]) -> UserThreadState<'_> {
         registers,
         exact_ip: true,
         stack,
-        cut: false,
+        stack_truncated: false,
     }
 }
 
@@ -144,7 +144,7 @@ fn truncated_stack_is_incomplete() {
     let stack = words(&[CODE + 0x210, 1, 2]);
     for (cut, end) in [(true, UnwindStop::Full), (false, UnwindStop::Unmapped)] {
         let state = UserThreadState {
-            cut,
+            stack_truncated: cut,
             ..state(CODE + 0x110, &stack)
         };
         let (chain, unwound) = unwind(&code, &state);

@@ -3,7 +3,7 @@
 //!
 //! A profile contains only addresses. The code is read from another source and may differ from the
 //! code that ran. If there are samples whose address is not the start of an instruction
-//! ([`AnnotatedCode::astray`]), the code differs.
+//! ([`AnnotatedCode::misaligned`]), the code differs.
 
 use std::collections::{BTreeMap, HashMap};
 use std::fmt::Write as _;
@@ -128,7 +128,7 @@ pub struct AnnotatedCode {
     pub lines: Vec<AnnotatedLine>,
     /// Number of samples whose address is not the start of an instruction. If it is not 0, the
     /// disassembled code is not the code that ran.
-    pub astray: u64,
+    pub misaligned: u64,
 }
 
 /// Disassembles `code`, the code bytes of `function`, and assigns the samples to its instructions.
@@ -176,7 +176,7 @@ pub fn annotate(
     }
     AnnotatedCode {
         lines,
-        astray: left.values().map(|(samples, _)| samples).sum(),
+        misaligned: left.values().map(|(samples, _)| samples).sum(),
     }
 }
 
@@ -207,11 +207,11 @@ pub fn render(event: &str, function: &SampledFunction, annotated: &AnnotatedCode
             line.address, line.text
         );
     }
-    if annotated.astray > 0 {
+    if annotated.misaligned > 0 {
         let _ = writeln!(
             out,
             "# {} samples are at no instruction of this code: what ran there was not quite this",
-            annotated.astray
+            annotated.misaligned
         );
     }
     out
@@ -286,7 +286,7 @@ mod tests {
             lines[2].contains("75.00%") && lines[2].contains("<at 0x1004>"),
             "{text}"
         );
-        assert_eq!(annotated.astray, 0);
+        assert_eq!(annotated.misaligned, 0);
         assert!(text.contains("# Code: a test"));
     }
 
@@ -318,7 +318,7 @@ mod tests {
     fn annotate_reports_samples_inside_instructions() {
         let function = only(&profile(&[0x1002, 0x1004]));
         let annotated = annotate(&function, &CODE, |_| None);
-        assert_eq!(annotated.astray, 1);
+        assert_eq!(annotated.misaligned, 1);
         assert!(render("cycles", &function, &annotated, "x").contains("1 samples are at no instruction"));
     }
 

@@ -36,7 +36,7 @@ pub fn write(
         EventSamplingRate::Period(_) => DEFAULT_INTERVAL_NS,
     };
     let start = profile.meta.clock.map_or(UNIX_EPOCH, |clock| {
-        let since = Duration::from_nanos(clock.at(first_ns));
+        let since = Duration::from_nanos(clock.wall_clock_ns(first_ns));
         UNIX_EPOCH.checked_add(since).unwrap_or(UNIX_EPOCH)
     });
     let mut writer = FirefoxWriter::new(profile, start, SamplingInterval::from_nanos(interval));

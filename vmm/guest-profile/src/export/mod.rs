@@ -96,7 +96,7 @@ pub struct ClockCorrelation {
 
 impl ClockCorrelation {
     /// Converts the time of a sample to wall-clock time, in nanoseconds since 1970.
-    pub fn at(&self, time_ns: u64) -> u64 {
+    pub fn wall_clock_ns(&self, time_ns: u64) -> u64 {
         self.wall_ns.wrapping_sub(self.clock_ns).wrapping_add(time_ns)
     }
 }

@@ -408,7 +408,7 @@ impl<W: Write + Seek> PerfDataWriter<W> {
     }
 
     /// Writes a record that `count` samples of the event `event_id` were lost before `time_ns`.
-    pub fn lost(&mut self, event_id: u64, count: u64, time_ns: u64) -> io::Result<()> {
+    pub fn write_lost(&mut self, event_id: u64, count: u64, time_ns: u64) -> io::Result<()> {
         self.record(record::LOST, self.meta.form.kernel_mode(), |b| {
             put64(b, event_id);
             put64(b, count);
@@ -619,7 +619,7 @@ pub fn write<W: Write + Seek>(out: W, profile: &Profile) -> io::Result<W> {
     profile.samples().try_for_each(|s| w.sample(&s))?;
     if profile.lost > 0 {
         let last = profile.samples().map(|s| s.time_ns).max().unwrap_or(0);
-        w.lost(profile.events.first().map_or(0, |e| e.id), profile.lost, last)?;
+        w.write_lost(profile.events.first().map_or(0, |e| e.id), profile.lost, last)?;
     }
     w.finish(&profile.symbols)
 }

@@ -261,7 +261,7 @@ pub fn write(
         .meta
         .clock
         .zip(times().min())
-        .and_then(|(clock, first_ns)| i64::try_from(clock.at(first_ns)).ok())
+        .and_then(|(clock, first_ns)| i64::try_from(clock.wall_clock_ns(first_ns)).ok())
         .unwrap_or(0);
     let mut places = LocationTable::default();
     let mut stacks: HashMap<(Vec<u64>, Vec<proto::Label>), usize> = HashMap::new();

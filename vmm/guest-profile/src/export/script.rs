@@ -203,7 +203,7 @@ fn write_frames(
     // A single frame is printed on the same line, a call chain below it.
     let chain = s.chain.len() > 2;
     if chain {
-        match s.ends.cut_short() {
+        match s.ends.truncation_reason() {
             Some(bound) => writeln!(out, "[cut short: {bound}]")?,
             None => writeln!(out)?,
         }
@@ -340,7 +340,7 @@ fn json(
         time_ns: fields.has(Time).then_some(s.time_ns),
         period: fields.has(Period).then_some(s.period),
         event: fields.has(Event).then(|| event_name(profile, s)),
-        cut_short: s.ends.cut_short().filter(|_| chain),
+        cut_short: s.ends.truncation_reason().filter(|_| chain),
         brstack: (s.branches.iter().filter(|_| fields.has(ScriptField::Brstack)))
             .map(|branch| BranchJson {
                 from: format!("{:#x}", branch.from),

@@ -237,8 +237,8 @@ pub fn complete_chains(profile: &Profile, symbols: &mut Symbolizer<'_>) -> Profi
         }
     }
     for (samples, _) in donors.values_mut() {
-        if samples.iter().any(|s| s.ends.cut_short().is_none()) {
-            samples.retain(|s| s.ends.cut_short().is_none());
+        if samples.iter().any(|s| s.ends.truncation_reason().is_none()) {
+            samples.retain(|s| s.ends.truncation_reason().is_none());
         }
     }
     let mut full = Profile::new(profile.meta.clone(), profile.events.clone());

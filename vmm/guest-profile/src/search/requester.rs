@@ -69,7 +69,7 @@ impl From<io::Error> for KernelSearchRequestError {
 /// # Errors
 /// Returns a [`KernelSearchRequestError`] if the reader finds no kernel, fails, times out, exceeds
 /// a limit or sends an invalid message.
-pub fn ask<M: GuestPhys + ?Sized>(
+pub fn search_kernel<M: GuestPhys + ?Sized>(
     stream: &mut (impl Read + Write),
     memory: &M,
     regs: &GuestRegs,

@@ -46,7 +46,7 @@ fn asked_until(
             assert_eq!(letter, wire::ASK);
             reader(&mut its);
         });
-        let found = ask(
+        let found = search_kernel(
             &mut ours,
             ram,
             &GuestRegs::default(),
@@ -102,7 +102,7 @@ fn reader_reports_missing_kernel() {
     let (mut ours, its) = UnixStream::pair().unwrap();
     let reader = std::thread::spawn(move || serve(its).unwrap());
     let (regs, anchors) = (GuestRegs::default(), KernelAnchorRegisters::default());
-    let found = ask(&mut ours, &ram[..], &regs, &anchors, Instant::now() + LATER);
+    let found = search_kernel(&mut ours, &ram[..], &regs, &anchors, Instant::now() + LATER);
     let why = found.unwrap_err().to_string();
     assert_eq!(why, "cannot read the guest's page tables");
     reader.join().unwrap();

@@ -93,7 +93,7 @@ impl GuestProcess {
 
     /// Reads the process again from the guest's memory. Returns `None` if the process has exited or
     /// executed another program.
-    pub fn again<M: GuestPhys + ?Sized>(
+    pub fn reread<M: GuestPhys + ?Sized>(
         self,
         layout: &TaskLayout,
         mem: &M,

@@ -79,7 +79,7 @@ impl UnwindStop {
 
     /// Returns the name of the limit that ended unwinding, or `None` if it ended for another
     /// reason.
-    pub(super) fn bound(self) -> Option<&'static str> {
+    pub(super) fn limit_name(self) -> Option<&'static str> {
         match self {
             Self::Full => Some("depth"),
             Self::Spent => Some("time or reads"),

@@ -391,7 +391,7 @@ fn chain_end_reasons_round_trip() {
             let cut = [kernel, user]
                 .iter()
                 .any(|e| matches!(e, Some(UnwindStop::Full | UnwindStop::Spent)));
-            assert_eq!(ends.cut_short().is_some(), cut);
+            assert_eq!(ends.truncation_reason().is_some(), cut);
         }
     }
     assert_eq!(

@@ -17,7 +17,7 @@ use perf_core::error_line;
 pub(super) fn for_each_vm<E: Error + From<ClientError>>(
     each: impl Fn(&VmSocket, Client) -> Result<ExitStatus, E> + Sync,
 ) -> Result<ExitStatus, OperatorCommandError> {
-    let found = ps::everywhere();
+    let found = ps::all_users();
     if found.is_empty() {
         return Err(ClientError::Which(Vec::new()).into());
     }

@@ -154,11 +154,11 @@ pub fn annotate(args: &AnnotateArgs) -> Result<ExitStatus, AnnotateError> {
         named.known.then(|| format!("{}{offset}", named.name))
     });
     let samples = function.samples();
-    if annotated.astray > samples / 2 {
+    if annotated.misaligned > samples / 2 {
         return Err(AnnotateError::NotThisCode {
             place: code.source,
             name: function.name.clone(),
-            astray: annotated.astray,
+            astray: annotated.misaligned,
             samples,
         });
     }

@@ -14,7 +14,7 @@ use guest_agent::send::{FileTreeSendError, send_stream, send_tree};
 use guest_agent::wire::{Frame, FrameKind, write_frame};
 
 use super::guest::{AgentAddress, GuestAgentError};
-use super::{CommandOutputError, DONE, say, written};
+use super::{CommandOutputError, DONE, print_stderr, written};
 use crate::exit::ExitStatus;
 use crate::values::parse_seconds;
 
@@ -121,19 +121,19 @@ impl TransferMeter {
         self.bytes = self.bytes.saturating_add(count as u64);
         if self.terminal && self.shown.elapsed() > PROGRESS_INTERVAL {
             self.shown = Instant::now();
-            say(&format!("\r{} MiB ", self.bytes >> 20));
+            print_stderr(&format!("\r{} MiB ", self.bytes >> 20));
         }
     }
 
     fn skipped(&mut self, what: &str) {
         self.skipped = true;
         self.clear();
-        say(&format!("perfvisor: warn: not copied: {what}\n"));
+        print_stderr(&format!("perfvisor: warn: not copied: {what}\n"));
     }
 
     fn clear(&self) {
         if self.terminal {
-            say("\r\x1b[K");
+            print_stderr("\r\x1b[K");
         }
     }
 

@@ -19,7 +19,7 @@ use ratatui::crossterm::terminal;
 use virtio_devices::console::escape::{ConsoleEscapeParser, ConsoleKeyAction};
 
 use super::guest::{AgentAddress, GuestAgentError};
-use super::{NAP, OperatorCommandError, say};
+use super::{NAP, OperatorCommandError, print_stderr};
 use crate::exit::ExitStatus;
 use crate::signals::StopSignals;
 use crate::values::parse_seconds;
@@ -258,7 +258,7 @@ fn serve(
                     .reason
                     .get()
                     .map_or_else(|| error_line(&error), |&why| why.to_owned());
-                say(&format!("perfvisor: error: {line}\r\n"));
+                print_stderr(&format!("perfvisor: error: {line}\r\n"));
                 return Ok(ExitStatus::Internal);
             }
         };

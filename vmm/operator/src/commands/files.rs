@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 
 use clap::Args;
 
-use super::output::{CommandOutputError, DONE, say, written};
+use super::output::{CommandOutputError, DONE, print_stderr, written};
 use crate::exit::ExitStatus;
 use crate::input;
 use crate::values::{ProfileLabels, parse_labels, parse_percent};
@@ -176,7 +176,7 @@ pub(super) fn read_profile(path: &Path) -> Result<Option<Profile>, RecordingFile
     match reader::read_file(path) {
         Ok(profile) => Ok(Some(profile)),
         Err(e) if e.is_empty() => {
-            say(&format!(
+            print_stderr(&format!(
                 "perfvisor: warn: {}: {}\n",
                 path.display(),
                 error_line(&e)

@@ -35,7 +35,7 @@ use control_api::client::{Client, ClientError, REPLY_TIMEOUT};
 use crate::sampling::SessionError;
 use crate::signals::StopSignals;
 use crate::vendor::EventNameError;
-pub use output::{CommandOutputError, DONE, one_line, print, say};
+pub use output::{CommandOutputError, DONE, one_line, print, print_stderr};
 pub(crate) use output::{create_private, is_reader_closed, written};
 
 /// Errors common to several operator commands.

@@ -39,7 +39,7 @@ pub fn print(text: &str) -> Result<(), CommandOutputError> {
 }
 
 /// Prints to standard error and ignores failures.
-pub fn say(text: &str) {
+pub fn print_stderr(text: &str) {
     let _ = io::stderr().write_all(text.as_bytes());
 }
 

@@ -37,7 +37,7 @@ pub struct PsArgs {
 /// Returns [`OperatorCommandError`] if the directory cannot be read.
 pub fn ps(args: &PsArgs) -> Result<ExitStatus, OperatorCommandError> {
     let sockets = if args.all {
-        everywhere()
+        all_users()
     } else {
         in_default_directory()?
     };
@@ -128,8 +128,8 @@ pub(crate) fn in_default_directory() -> Result<Vec<VmSocket>, ClientError> {
 
 /// Returns the sockets of all users. Logs warnings about directories that are unreadable or
 /// ignored.
-pub(crate) fn everywhere() -> Vec<VmSocket> {
-    let places = SocketDirs::everywhere();
+pub(crate) fn all_users() -> Vec<VmSocket> {
+    let places = SocketDirs::all_users();
     let list = |dirs: &[PathBuf]| {
         let dirs: Vec<String> = dirs.iter().map(|dir| dir.display().to_string()).collect();
         one_line(&dirs.join(", "))
@@ -146,12 +146,12 @@ pub(crate) fn everywhere() -> Vec<VmSocket> {
             list(&places.squatted)
         );
     }
-    found_in(places.found, |e| log::warn!("{}", error_line(&e)))
+    found_in(places.directories, |e| log::warn!("{}", error_line(&e)))
 }
 
 /// Returns the sockets of all users without printing messages, for repeated calls.
 pub(crate) fn everywhere_quietly() -> Vec<VmSocket> {
-    found_in(SocketDirs::everywhere().found, |e| {
+    found_in(SocketDirs::all_users().directories, |e| {
         log::debug!("{}", error_line(&e))
     })
 }

@@ -167,7 +167,7 @@ impl HttpClientStream {
     ///
     /// # Errors
     /// Returns an error if the process has no free descriptor.
-    pub fn again(&self) -> io::Result<Self> {
+    pub fn try_clone(&self) -> io::Result<Self> {
         Ok(match self {
             Self::Tcp(stream) => Self::Tcp(stream.try_clone()?),
             Self::Unix(stream) => Self::Unix(stream.try_clone()?),

@@ -141,7 +141,7 @@ impl Exporter {
         }
         let id = slots.next;
         slots.next += 1;
-        slots.taken.insert(id, Some(stream.again().ok()?));
+        slots.taken.insert(id, Some(stream.try_clone().ok()?));
         Some(HttpConnectionSlot {
             exporter: self.clone(),
             id,
@@ -242,7 +242,7 @@ impl Exporter {
     /// Queries the VMs `targets`, and returns their metrics as text. For a scrape of all VMs,
     /// `closed` is the number of directories that cannot be read.
     fn encode_metrics(&self, targets: &[ScrapeTarget], closed: Option<usize>) -> String {
-        let asked = self.vms.ask(targets);
+        let asked = self.vms.query(targets);
         let mut own = MetricFamilies::default();
         let of_vm = |label: &str| -> MetricLabels { vec![("vm", label.to_owned())] };
         let up = |snapshot: &Option<MetricsSnapshot>| if snapshot.is_some() { 1.0 } else { 0.0 };

@@ -73,7 +73,7 @@ pub fn by_vcpu(opened: &[OpenedEvent], readings: &[EventReading]) -> (EventReadi
                     vcpu,
                     ..event.clone()
                 },
-                reading.on(part.vcpu)?,
+                reading.for_vcpu(part.vcpu)?,
             ))
         });
         events.extend(parts);

@@ -174,7 +174,7 @@ pub struct ExporterVmRegistry {
     /// VMs by label.
     vms: Mutex<BTreeMap<String, Arc<ScrapedVm>>>,
     /// Directories that have been reported as unreadable or ignored.
-    told: Mutex<HashSet<PathBuf>>,
+    reported_dirs: Mutex<HashSet<PathBuf>>,
 }
 
 impl ExporterVmRegistry {
@@ -194,7 +194,7 @@ impl ExporterVmRegistry {
             dir,
             owners,
             vms: Mutex::default(),
-            told: Mutex::default(),
+            reported_dirs: Mutex::default(),
         }
     }
 
@@ -233,10 +233,14 @@ impl ExporterVmRegistry {
     }
 
     fn everywhere(&self) -> (Vec<ScrapeTarget>, usize) {
-        let places = SocketDirs::everywhere();
+        let places = SocketDirs::all_users();
         let own = peer::own_uid();
         let mut targets: BTreeMap<String, ScrapeTarget> = BTreeMap::new();
-        for place in places.found.iter().filter(|place| self.is_served(place.owner)) {
+        for place in places
+            .directories
+            .iter()
+            .filter(|place| self.is_served(place.owner))
+        {
             for (name, socket) in self.listed(place.listed()) {
                 let label = vm_label(name, place.owner, own);
                 // The user's first directory takes precedence.
@@ -270,7 +274,7 @@ impl ExporterVmRegistry {
     }
 
     fn log_once(&self, dir: &Path, what: &str) {
-        let mut told = self.told.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut told = self.reported_dirs.lock().unwrap_or_else(PoisonError::into_inner);
         // Bounds the log in case another user fills /tmp.
         if told.len() < MAX_VMS && told.insert(dir.to_owned()) {
             log::warn!("{}: {}", shown(&dir.display().to_string()), shown(what));
@@ -279,7 +283,7 @@ impl ExporterVmRegistry {
 
     /// Queries all `targets` concurrently. The result has no snapshot for a VM that does not answer
     /// within [`SCRAPE_TIME`] or is in back-off.
-    pub fn ask(&self, targets: &[ScrapeTarget]) -> Vec<VmScrapeResult> {
+    pub fn query(&self, targets: &[ScrapeTarget]) -> Vec<VmScrapeResult> {
         let began = Instant::now();
         let until = began + SCRAPE_TIME;
         let (tell, told) = channel::<VmScrapeResult>();
@@ -302,7 +306,7 @@ impl ExporterVmRegistry {
             let tell = tell.clone();
             match self.start_query(target, ScrapeQuery { until, tell }) {
                 Some(waited_for) => _ = missing.insert(target.label.clone(), waited_for),
-                None => answered.push(VmScrapeResult::nothing(&target.label, Duration::ZERO)),
+                None => answered.push(VmScrapeResult::empty(&target.label, Duration::ZERO)),
             }
         }
         drop(tell);
@@ -319,7 +323,7 @@ impl ExporterVmRegistry {
             answered.push(asked);
         }
         let took = began.elapsed();
-        answered.extend(missing.keys().map(|label| VmScrapeResult::nothing(label, took)));
+        answered.extend(missing.keys().map(|label| VmScrapeResult::empty(label, took)));
         answered.sort_by(|a, b| a.label.cmp(&b.label));
         answered
     }
@@ -372,7 +376,7 @@ fn vm_label(name: String, owner: u32, own: u32) -> String {
 }
 
 impl VmScrapeResult {
-    fn nothing(label: &str, took: Duration) -> Self {
+    fn empty(label: &str, took: Duration) -> Self {
         Self {
             label: label.to_owned(),
             snapshot: None,
@@ -631,7 +635,7 @@ mod tests {
         let vms = ExporterVmRegistry::new(String::new(), Some(dir.path().to_owned()), Vec::new());
         let (targets, _) = vms.targets();
         assert_eq!(targets.len(), stalled.len() + 1);
-        let asked = vms.ask(&targets).into_iter();
+        let asked = vms.query(&targets).into_iter();
         let up: Vec<_> = asked.filter(|a| a.snapshot.is_some()).map(|a| a.label).collect();
         assert_eq!(up, ["z"]);
     }

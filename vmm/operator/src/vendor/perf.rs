@@ -104,7 +104,7 @@ fn table_of(cpu: &CpuName) -> Result<Vec<VendorEvent>, PerfError> {
     for pmu in ["cpu", "cpu_core"] {
         let dir = tempfile::tempdir().map_err(PerfError::Directory)?;
         show_pmu(dir.path(), pmu, cpu).map_err(PerfError::Directory)?;
-        let events = ask(Path::new("perf"), dir.path(), cpu, TIMEOUT)?;
+        let events = list_events(Path::new("perf"), dir.path(), cpu, TIMEOUT)?;
         if !events.is_empty() {
             return Ok(events);
         }
@@ -138,7 +138,12 @@ fn show_pmu(dir: &Path, pmu: &str, cpu: &CpuName) -> io::Result<()> {
 }
 
 /// Runs `perf` on the PMU in `dir`, for at most `patience`.
-fn ask(perf: &Path, dir: &Path, cpu: &CpuName, patience: Duration) -> Result<Vec<VendorEvent>, PerfError> {
+fn list_events(
+    perf: &Path,
+    dir: &Path,
+    cpu: &CpuName,
+    patience: Duration,
+) -> Result<Vec<VendorEvent>, PerfError> {
     let until = Instant::now() + patience;
     answer(|arguments| run(perf, arguments, dir, cpu, until))
 }
@@ -390,7 +395,7 @@ mod tests {
     #[test]
     fn missing_perf_is_reported() {
         let dir = tempfile::tempdir().unwrap();
-        let error = ask(&dir.path().join("none"), dir.path(), &cpu(), TIMEOUT).unwrap_err();
+        let error = list_events(&dir.path().join("none"), dir.path(), &cpu(), TIMEOUT).unwrap_err();
         assert!(matches!(error, PerfError::NotInstalled), "{error}");
     }
 

@@ -182,7 +182,7 @@ fn probe_host(pmu: &str, own: Option<&KvmPmuCapabilities>) -> Result<(HostProper
             .map(|e| error_line(&e))
     };
     let vendor = HostPmuProperties::vendor(&mut cpuid::read_host);
-    let hardware = backing::backability(CounterBackingPolicy::Hardware, &probe, vendor, vendor);
+    let hardware = backing::countable_events(CounterBackingPolicy::Hardware, &probe, vendor, vendor);
     let model = guest_pmu(pmu, own, &probe).unwrap_or_else(|| pmu.to_owned());
     let host = HostProperties {
         kvm: KvmSummary {
@@ -196,7 +196,10 @@ fn probe_host(pmu: &str, own: Option<&KvmPmuCapabilities>) -> Result<(HostProper
         no_exact: backing::check_stepping(stepping, 1).err().map(|e| error_line(&e)),
         tsc_hz,
         steps_user: stepping.user,
-        hardware_events: ArchEvent::ALL.into_iter().filter(|e| hardware.has(*e)).collect(),
+        hardware_events: ArchEvent::ALL
+            .into_iter()
+            .filter(|e| hardware.contains(*e))
+            .collect(),
         probe,
     };
     Ok((host, facts.runs_linux))

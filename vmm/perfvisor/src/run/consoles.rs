@@ -13,7 +13,7 @@ use vmm::console::{Console, ConsoleError, ConsoleInputSink, ConsoleTarget, windo
 use vmm_sys_util::eventfd::EventFd;
 
 use crate::cli::RunArgs;
-use operator::commands::say;
+use operator::commands::print_stderr;
 
 /// An event subscriber of the main loop.
 pub(super) type Subscriber = Arc<Mutex<dyn MutEventSubscriber>>;
@@ -81,7 +81,7 @@ impl Consoles {
 
     /// Returns the location of the virtio console.
     pub fn virtio_location(&self) -> Option<&str> {
-        self.virtio.as_ref().map(|(console, _)| console.place())
+        self.virtio.as_ref().map(|(console, _)| console.location())
     }
 
     fn all(&self) -> impl Iterator<Item = &Console> {
@@ -134,14 +134,14 @@ impl Consoles {
 /// Prints the keys that terminate the VM and that list other keys, if standard input is a terminal.
 pub(super) fn print_keys() {
     if io::stdin().is_terminal() {
-        say("perfvisor: Ctrl-A x terminates the VM; Ctrl-A h lists the keys\n");
+        print_stderr("perfvisor: Ctrl-A x terminates the VM; Ctrl-A h lists the keys\n");
     }
 }
 
 /// Prints the location of a console if the kernel chose its path.
 fn print_location(target: &ConsoleTarget, console: &Console, what: &str) {
     if *target == ConsoleTarget::Pty {
-        say(&format!("perfvisor: the {what} is {}\n", console.place()));
+        print_stderr(&format!("perfvisor: the {what} is {}\n", console.location()));
     }
 }
 

@@ -277,7 +277,7 @@ impl Incoming {
 
 impl LocalVm {
     fn new(vm: UnixStream) -> Result<Self, IncomingMigrationError> {
-        let client = Client::over(vm)?;
+        let client = Client::from_stream(vm)?;
         let pid = i32::try_from(client.info().pid).ok().and_then(Pid::from_raw);
         let process = pid.and_then(|pid| pidfd_open(pid, PidfdFlags::empty()).ok());
         Ok(Self { client, process })

@@ -204,7 +204,7 @@ fn backed(args: &RunArgs, kvm: &Kvm, probe: &HostPerfCapabilities) -> Result<Bac
         Some(own) if fitted.vendor() == Vendor::Intel => own.events,
         _ => {
             let host = HostPmuProperties::vendor(&mut cpuid::read_host);
-            backing::backability(policy, probe, fitted.vendor(), host)
+            backing::countable_events(policy, probe, fitted.vendor(), host)
         }
     };
     // Keep the features that KVM has determined for its own vPMU.
@@ -331,7 +331,7 @@ fn builtin_guest_args(
     if args.kernel.is_some() || !backed.has_pmu {
         return String::new();
     }
-    let has = |event| backed.backability.has(event);
+    let has = |event| backed.backability.contains(event);
     let by_clock = match args.backing {
         CounterBackingPolicy::Clock => true,
         CounterBackingPolicy::Auto => probe.slots() == 0,

@@ -11,7 +11,7 @@ fn recorded(vm: &TestVm, name: &str) -> PathBuf {
     let file = vm.vm.runtime.path().join(name);
     let path = file.to_str().unwrap();
     vm.vm.observe_while_running(0.5, |seconds| {
-        vm.say(&["record", "test", "-q", "-d", seconds, "-F", "500", "-o", path]);
+        vm.run_for_stderr(&["record", "test", "-q", "-d", seconds, "-F", "500", "-o", path]);
     });
     file
 }
@@ -33,7 +33,7 @@ fn function_is_annotated_from_guest_memory() {
     let Some(vm) = TestVm::spinning(1) else { return };
     let file = recorded(&vm, "perf.data");
     let file = file.to_str().unwrap();
-    let text = vm.say(&["annotate", "-i", file, "--vm", "test", "spin_hot"]);
+    let text = vm.run_for_stderr(&["annotate", "-i", file, "--vm", "test", "spin_hot"]);
     assert!(text.contains("# spin_hot of "), "{text}");
     assert_contains(&text, "# Code: memory of the running VM test, as it is now");
     let shares: Vec<f64> = text
@@ -45,7 +45,7 @@ fn function_is_annotated_from_guest_memory() {
     assert!((99.0..101.0).contains(&sum), "{sum} in {text}");
     // The default is the function with the most samples.
     assert!(
-        vm.say(&["annotate", "-i", file, "--vm", "test"])
+        vm.run_for_stderr(&["annotate", "-i", file, "--vm", "test"])
             .contains("# spin_hot of ")
     );
 
@@ -81,7 +81,7 @@ fn recording_has_no_diff_to_itself() {
     let Some(vm) = TestVm::spinning(1) else { return };
     let (old, new) = (recorded(&vm, "old.data"), recorded(&vm, "new.data"));
     let (old, new) = (old.to_str().unwrap(), new.to_str().unwrap());
-    let same = vm.say(&["diff", old, old]);
+    let same = vm.run_for_stderr(&["diff", old, old]);
     assert_contains(&same, "# Event 'cycles'");
     assert_contains(&same, "spin_hot");
     let changes = |text: &str| -> Vec<f64> {
@@ -103,7 +103,7 @@ fn recording_has_no_diff_to_itself() {
         "{same}"
     );
     // The guest's behaviour is constant, so the shares are almost equal.
-    let two = vm.say(&["diff", old, new]);
+    let two = vm.run_for_stderr(&["diff", old, new]);
     let sum: f64 = changes(&two).iter().sum();
     assert!(sum.abs() < 0.1, "shares add up to 100 % before and after: {two}");
 

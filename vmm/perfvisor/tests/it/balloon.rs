@@ -7,7 +7,7 @@ use control_api::request;
 use serde_json::{Value, json};
 
 use crate::common::vm::{
-    PROGRAM, SpinningVm, VmProcess, assert_contains, eventually, refusal, said, stdout_of,
+    PROGRAM, SpinningVm, VmProcess, assert_contains, eventually, refusal, run_and_read_stderr, stdout_of,
 };
 
 fn balloon_json(vm: &VmProcess, name: &str) -> Value {
@@ -28,7 +28,8 @@ fn balloon_is_shown_changed_and_restored() {
         status.ends_with("\nballoon 0 MiB, target 4 MiB, 0 MiB released so far\n"),
         "{status}"
     );
-    let balloon = |args: &[&str]| said(&mut vm.operator(&[&["ctl", "one", "balloon"], args].concat()));
+    let balloon =
+        |args: &[&str]| run_and_read_stderr(&mut vm.operator(&[&["ctl", "one", "balloon"], args].concat()));
     let line = "one: balloon 0 MiB, target 16 MiB, 0 MiB released so far\n";
     assert_eq!(balloon(&["16M"]), (Some(0), line.to_owned()));
     assert_eq!(balloon(&[]), (Some(0), line.to_owned()));
@@ -45,7 +46,7 @@ fn balloon_is_shown_changed_and_restored() {
     let args = ["--restore", dir.to_str().unwrap()];
     let restored = VmProcess::spawn(Command::new(PROGRAM), "two", &args, Stdio::null()).unwrap();
     eventually("it runs", || {
-        said(&mut restored.command(&["ctl", "two", "status"])).0 == Some(0)
+        run_and_read_stderr(&mut restored.command(&["ctl", "two", "status"])).0 == Some(0)
     });
     let expected = json!({
         "target_bytes": 16 << 20, "actual_bytes": 0, "released_bytes": 0, "deflate_on_oom": true,
@@ -85,7 +86,7 @@ fn refused_changes_of_the_balloon_are_explained() {
             .contains("no balloon; start it with --balloon"),
         "{refused}"
     );
-    let (status, text) = said(&mut vm.operator(&["ctl", "without", "balloon"]));
+    let (status, text) = run_and_read_stderr(&mut vm.operator(&["ctl", "without", "balloon"]));
     assert_eq!(status, Some(2));
     assert!(text.contains("no balloon; start it with --balloon"), "{text}");
 }

@@ -8,7 +8,7 @@ use std::process::{Command, Stdio};
 use test_support::skip;
 
 use crate::common::stepping::host_for_branches as host;
-use crate::common::vm::{PROGRAM, VmProcess, said, stdout_of};
+use crate::common::vm::{PROGRAM, VmProcess, run_and_read_stderr, stdout_of};
 
 /// Source and target of a branch.
 type Edge = (u64, u64);
@@ -29,7 +29,7 @@ impl BranchingVm {
         let line = lines
             .map_while(Result::ok)
             .find(|line| line.starts_with("branches "));
-        let line = line.unwrap_or_else(|| panic!("{:?}", process.said()));
+        let line = line.unwrap_or_else(|| panic!("{:?}", process.log_lines()));
         let number = |text: &str| u64::from_str_radix(text, 16).unwrap();
         let mut at = HashMap::new();
         let mut targets = Vec::new();
@@ -54,7 +54,7 @@ impl BranchingVm {
         let file = self.file();
         let args = [&["record", "test", "-o", &file, "--call-graph", "none"], options].concat();
         let mut command = self.process.command(&args);
-        let (status, text) = said(command.env("RUST_LOG", "info"));
+        let (status, text) = run_and_read_stderr(command.env("RUST_LOG", "info"));
         assert_eq!(status, Some(0), "{text}");
         text
     }
@@ -209,7 +209,7 @@ fn unsupported_branch_stacks_are_refused() {
     let Some(vm) = BranchingVm::start(&[]) else { return };
     let refused = |options: &[&str], words: &[&str]| {
         let args = [&["record", "test", "-d", "1", "-o", "/dev/null"], options].concat();
-        let (status, text) = said(&mut vm.process.command(&args));
+        let (status, text) = run_and_read_stderr(&mut vm.process.command(&args));
         assert_eq!(status, Some(2), "{text}");
         for word in words {
             assert!(text.contains(word), "no {word:?} in {text}");

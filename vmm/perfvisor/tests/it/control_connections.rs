@@ -50,7 +50,7 @@ fn first_client_counts_every_vcpu() {
         assert!(vm.try_wait().unwrap().is_none(), "the VM has exited");
         std::thread::yield_now();
     };
-    let mut client = Client::over(stream).unwrap();
+    let mut client = Client::from_stream(stream).unwrap();
     let opened: Result<Vec<OpenedEvent>, _> = client.call(request::Open {
         events: "cycles".into(),
         ..Default::default()

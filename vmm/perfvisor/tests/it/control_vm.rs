@@ -27,15 +27,15 @@ fn operator_commands_control_vm() {
         ("test", vm.vm.child.id(), 2)
     );
     assert_eq!(seen[0].state, VmState::Running);
-    assert!(vm.say(&["ps"]).lines().count() == 2);
+    assert!(vm.run_for_stderr(&["ps"]).lines().count() == 2);
 
-    assert_eq!(vm.say(&["ctl", "test", "pause"]), "test: paused\n");
+    assert_eq!(vm.run_for_stderr(&["ctl", "test", "pause"]), "test: paused\n");
     assert_eq!((vm.ps()[0].state, vm.ps()[0].parked), (VmState::Paused, 2));
     // A paused vCPU counts nothing, and the output contains no number.
-    let line = vm.say(&["stat", "test", "-d", "0.1", "-j", "-e", "cycles"]);
+    let line = vm.run_for_stderr(&["stat", "test", "-d", "0.1", "-j", "-e", "cycles"]);
     assert_eq!(value_of(&line)["counter-value"], "<not counted>");
     // The VM still reports the guest-programmed counters.
-    let view = vm.say(&["stat", "test", "--guest-view", "--json"]);
+    let view = vm.run_for_stderr(&["stat", "test", "--guest-view", "--json"]);
     assert_eq!(view.lines().count(), 2);
     assert!(
         !value_of(view.lines().next().unwrap())["counters"]
@@ -44,19 +44,19 @@ fn operator_commands_control_vm() {
             .is_empty()
     );
 
-    assert_eq!(vm.say(&["ctl", "test", "resume"]), "test: running\n");
-    let line = vm.say(&["stat", "test", "-d", "0.2", "-j", "-e", "cycles"]);
+    assert_eq!(vm.run_for_stderr(&["ctl", "test", "resume"]), "test: running\n");
+    let line = vm.run_for_stderr(&["stat", "test", "-d", "0.2", "-j", "-e", "cycles"]);
     let cycles = value_of(&line)["counter-value"].as_str().unwrap().parse::<u64>();
     assert!(cycles.is_ok_and(|n| n > 0), "{line}");
 
     assert!(
-        vm.say(&["ctl", "test", "share", "operator-first"])
+        vm.run_for_stderr(&["ctl", "test", "share", "operator-first"])
             .contains("is operator-first now")
     );
     let filter = vm.vm.runtime.path().join("filter.toml");
     std::fs::write(&filter, "action = \"deny\"\n").unwrap();
     assert!(
-        vm.say(&["ctl", "test", "filter", filter.to_str().unwrap()])
+        vm.run_for_stderr(&["ctl", "test", "filter", filter.to_str().unwrap()])
             .contains("changed")
     );
     std::fs::write(&filter, "= no filter").unwrap();
@@ -74,19 +74,20 @@ fn added_vcpus_stay_if_guest_does_not_respond() {
     let Some(mut vm) = TestVm::spinning_with_room(3, &[]) else {
         return;
     };
-    let status = vm.say(&["ctl", "test", "status"]);
+    let status = vm.run_for_stderr(&["ctl", "test", "status"]);
     assert!(status.starts_with("test: running, 1 of 3 vCPUs\n"), "{status}");
     assert!(status.contains("\nfilter allows all events\nmemory "), "{status}");
-    vm.say(&["ctl", "test", "share", "strict"]);
-    let status: VmInfo = serde_json::from_str(&vm.say(&["ctl", "test", "status", "--json"])).unwrap();
+    vm.run_for_stderr(&["ctl", "test", "share", "strict"]);
+    let status: VmInfo =
+        serde_json::from_str(&vm.run_for_stderr(&["ctl", "test", "status", "--json"])).unwrap();
     let settings = status.settings.unwrap();
     assert_eq!(
         (settings.backing.as_str(), settings.share.as_str()),
         ("auto", "strict")
     );
-    vm.say(&["ctl", "test", "share", "guest-first"]);
+    vm.run_for_stderr(&["ctl", "test", "share", "guest-first"]);
     assert_eq!((vm.ps()[0].vcpus, vm.ps()[0].max_vcpus), (1, 3));
-    assert!(ps_until_all_answer(|| vm.say(&["ps"])).contains(" 1 of 3 "));
+    assert!(ps_until_all_answer(|| vm.run_for_stderr(&["ps"])).contains(" 1 of 3 "));
     assert_eq!(vm.vcpu_threads(), ["vcpu0"]);
 
     // Open one VM-wide event, and events with rings on each vCPU, in advance.
@@ -166,17 +167,17 @@ fn added_vcpus_stay_if_guest_does_not_respond() {
     assert_eq!(memfd.metadata().unwrap().len(), 9 * 4096);
 
     // Pausing, reading and listing cover all vCPUs.
-    assert_eq!(vm.say(&["ctl", "test", "pause"]), "test: paused\n");
+    assert_eq!(vm.run_for_stderr(&["ctl", "test", "pause"]), "test: paused\n");
     assert_eq!(vm.ps()[0].parked, 3);
     let out = vm.run(&["ctl", "test", "vcpus", "1"]);
     assert!(String::from_utf8_lossy(&out.stderr).contains("the VM is paused"));
     assert_eq!(
-        vm.say(&["stat", "test", "--guest-view", "--json"])
+        vm.run_for_stderr(&["stat", "test", "--guest-view", "--json"])
             .lines()
             .count(),
         3
     );
-    vm.say(&["ctl", "test", "resume"]);
+    vm.run_for_stderr(&["ctl", "test", "resume"]);
 
     let out = vm.run(&["ctl", "test", "vcpus", "1", "--wait", "0.3"]);
     let said = String::from_utf8_lossy(&out.stderr).into_owned();
@@ -189,7 +190,10 @@ fn added_vcpus_stay_if_guest_does_not_respond() {
     assert_eq!(vm.vcpu_threads().len(), 3);
     let plug: VcpuPlugStatus = each.call(request::VcpuPlug).unwrap();
     assert_eq!((plug.present, plug.asked_for), (vec![0, 1, 2], vec![]));
-    assert_eq!(vm.say(&["ctl", "test", "vcpus", "3"]), "test: running, 3 vCPUs\n");
+    assert_eq!(
+        vm.run_for_stderr(&["ctl", "test", "vcpus", "3"]),
+        "test: running, 3 vCPUs\n"
+    );
 
     vm.vm.stop("test");
 }
@@ -212,7 +216,7 @@ fn vcpus_can_be_added_up_to_maximum() {
     assert_eq!(opened.len(), 1);
     let () = client.call(request::Enable).unwrap();
     assert_eq!(
-        vm.say(&["ctl", "test", "vcpus", "64", "--wait", "0.1"]),
+        vm.run_for_stderr(&["ctl", "test", "vcpus", "64", "--wait", "0.1"]),
         "test: running, 64 vCPUs\n"
     );
     assert_eq!(vm.vcpu_threads().len(), 64);
@@ -224,7 +228,7 @@ fn vcpus_can_be_added_up_to_maximum() {
     let said = String::from_utf8_lossy(&out.stderr).into_owned();
     assert_eq!((out.status.code(), said.lines().count()), (Some(2), 1), "{said}");
     assert!(said.contains("64"), "{said}");
-    assert_eq!(vm.say(&["ctl", "test", "pause"]), "test: paused\n");
+    assert_eq!(vm.run_for_stderr(&["ctl", "test", "pause"]), "test: paused\n");
     assert_eq!(vm.ps()[0].parked, 64);
     vm.vm.stop("test");
 }
@@ -236,11 +240,11 @@ fn vcpu_can_be_added_with_exact_backing() {
         return;
     };
     assert_eq!(
-        vm.say(&["ctl", "test", "vcpus", "2", "--wait", "0.1"]),
+        vm.run_for_stderr(&["ctl", "test", "vcpus", "2", "--wait", "0.1"]),
         "test: running, 2 vCPUs\n"
     );
     assert_eq!(vm.vcpu_threads(), ["vcpu0", "vcpu1"]);
-    let view = vm.say(&["stat", "test", "--guest-view", "--json"]);
+    let view = vm.run_for_stderr(&["stat", "test", "--guest-view", "--json"]);
     assert_eq!(view.lines().count(), 2);
     let out = vm.run(&["ctl", "test", "vcpus", "1", "--wait", "0.1"]);
     let said = String::from_utf8_lossy(&out.stderr).into_owned();
@@ -266,18 +270,18 @@ fn reading_paused_vm_keeps_events_off() {
         let readings: Vec<EventReading> = client.call(request::Read).unwrap();
         readings.iter().all(|reading| reading.value > 0)
     });
-    assert_eq!(vm.say(&["ctl", "test", "pause"]), "test: paused\n");
+    assert_eq!(vm.run_for_stderr(&["ctl", "test", "pause"]), "test: paused\n");
     let times = |client: &mut Client| -> Vec<(u64, u64)> {
         let readings: Vec<EventReading> = client.call(request::Read).unwrap();
         readings.iter().map(|r| (r.value, r.enabled_ns)).collect()
     };
     let before = times(&mut client);
     for _ in 0..5 {
-        let view = vm.say(&["stat", "test", "--guest-view", "--json"]);
+        let view = vm.run_for_stderr(&["stat", "test", "--guest-view", "--json"]);
         assert_eq!(view.lines().count(), 2);
     }
     assert_eq!(times(&mut client), before);
-    vm.say(&["ctl", "test", "resume"]);
+    vm.run_for_stderr(&["ctl", "test", "resume"]);
     eventually("time passes again", || {
         times(&mut client)
             .iter()
@@ -315,7 +319,7 @@ fn vcpu_without_descriptors_is_not_added() {
         assert!(
             said.contains("cannot add") && said.lines().count() == 1,
             "{said} {:?}",
-            vm.vm.said()
+            vm.vm.log_lines()
         );
         eventually("what was begun is undone", || {
             vm.vcpu_threads() == ["vcpu0"] && vm.descriptors() <= with_events
@@ -326,7 +330,7 @@ fn vcpu_without_descriptors_is_not_added() {
     drop(client);
     eventually("the client's events are closed", || vm.descriptors() <= before);
     assert_eq!(
-        vm.say(&["ctl", "test", "vcpus", "2", "--wait", "0.1"]),
+        vm.run_for_stderr(&["ctl", "test", "vcpus", "2", "--wait", "0.1"]),
         "test: running, 2 of 3 vCPUs\n"
     );
 }
@@ -416,12 +420,12 @@ fn vm_survives_client_that_exhausts_descriptors() {
     }
     let readings: Vec<EventReading> = greedy.call(request::Read).unwrap();
     assert_eq!(readings.len(), count);
-    let said = vm.vm.said().len();
-    assert!(said < 200, "{said} lines: {:#?}", &vm.vm.said()[..20]);
+    let said = vm.vm.log_lines().len();
+    assert!(said < 200, "{said} lines: {:#?}", &vm.vm.log_lines()[..20]);
     drop(greedy);
     eventually("the descriptors come back", || vm.descriptors() <= before);
     eventually("its time is counted", || {
-        let line = vm.say(&["stat", "test", "-d", "0.2", "-j", "-e", "task-clock"]);
+        let line = vm.run_for_stderr(&["stat", "test", "-d", "0.2", "-j", "-e", "task-clock"]);
         let ms: f64 = value_of(&line)["counter-value"]
             .as_str()
             .unwrap()
@@ -650,7 +654,7 @@ fn killed_vm_is_removed_from_list() {
 #[test]
 fn stat_output_formats() {
     let Some(vm) = TestVm::spinning(2) else { return };
-    let text = vm.say(&[
+    let text = vm.run_for_stderr(&[
         "stat",
         "test",
         "-d",
@@ -666,7 +670,7 @@ fn stat_output_formats() {
             .any(|l| l.contains("<not supported>") && l.contains("no_such_statistic"))
     );
 
-    let csv = vm.say(&["stat", "test", "-d", "0.2", "-x;", "-A", "-e", "cycles"]);
+    let csv = vm.run_for_stderr(&["stat", "test", "-d", "0.2", "-x;", "-A", "-e", "cycles"]);
     let rows: Vec<Vec<&str>> = csv.lines().map(|l| l.split(';').collect()).collect();
     assert_eq!(rows.iter().map(|r| r[0]).collect::<Vec<_>>(), ["VCPU0", "VCPU1"]);
     assert!(
@@ -675,17 +679,17 @@ fn stat_output_formats() {
         "{csv}"
     );
 
-    let only = vm.say(&[
+    let only = vm.run_for_stderr(&[
         "stat", "test", "-d", "0.1", "-x,", "-A", "--vcpu", "1", "-e", "cycles",
     ]);
     assert!(only.starts_with("VCPU1,") && only.lines().count() == 1, "{only}");
 
     // On a busy host, intervals may be late, so the number of intervals varies.
     eventually("several intervals pass in the time", || {
-        let intervals = vm.say(&["stat", "test", "-d", "0.4", "-I", "100", "-j", "-e", "cycles"]);
+        let intervals = vm.run_for_stderr(&["stat", "test", "-d", "0.4", "-I", "100", "-j", "-e", "cycles"]);
         intervals.lines().count() >= 2
     });
-    let mean = vm.say(&["stat", "test", "-d", "0.1", "-r", "3", "-e", "cycles"]);
+    let mean = vm.run_for_stderr(&["stat", "test", "-d", "0.1", "-r", "3", "-e", "cycles"]);
     assert!(mean.contains("(3 runs)") && mean.contains("( +-"), "{mean}");
 }
 
@@ -732,7 +736,7 @@ fn vm_wide_events_are_counted_once() {
     }
     let places: Vec<_> = each.iter().map(|o| (o.index, o.vcpu)).collect();
     assert_eq!(places, [(0, None), (1, Some(0)), (1, Some(1))]);
-    let lines = vm.say(&[
+    let lines = vm.run_for_stderr(&[
         "stat",
         "test",
         "-A",

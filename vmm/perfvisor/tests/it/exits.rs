@@ -36,7 +36,7 @@ fn exits_are_counted_and_timed_while_observed() {
     // Each call is a separate observation.
     for _ in 0..3 {
         assert!(said.read_line(&mut text).unwrap() > 0, "{text}");
-        vm.say(&["stat", "test", "--guest-view"]);
+        vm.run_for_stderr(&["stat", "test", "--guest-view"]);
     }
     let interrupt = Command::new("kill")
         .args(["-INT", &watching.id().to_string()])
@@ -82,7 +82,7 @@ fn reports_kvm_exit_timing(text: &str) -> bool {
 #[test]
 fn tables_report_untimed_exits() {
     let Some(vm) = TestVm::spinning(1) else { return };
-    let text = vm.say(&["exits", "test", "-d", "0.3"]);
+    let text = vm.run_for_stderr(&["exits", "test", "-d", "0.3"]);
     for part in [
         "exits to Perfvisor",
         // The number in "all of N further reasons" depends on the host.
@@ -93,7 +93,7 @@ fn tables_report_untimed_exits() {
         assert!(text.contains(part), "no {part:?} in {text}");
     }
     assert!(reports_kvm_exit_timing(&text), "{text}");
-    let without = vm.say(&["exits", "test", "-d", "0.1", "--no-trace"]);
+    let without = vm.run_for_stderr(&["exits", "test", "-d", "0.1", "--no-trace"]);
     assert_contains(&without, "KVM's exits are not timed: --no-trace");
     // A VM without a PMU can be observed too.
     let Some(vm) = crate::common::vm::SpinningVm::start("bare", &["--pmu", "off"]) else {

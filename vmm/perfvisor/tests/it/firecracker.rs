@@ -9,7 +9,7 @@ use serde_json::{Value, json};
 
 use crate::common::test_lock::{self, SharedLock};
 use crate::common::vm::{
-    PROGRAM, StderrLines, assert_contains, children, eventually, has_kvm, said, stdout_of,
+    PROGRAM, StderrLines, assert_contains, children, eventually, has_kvm, run_and_read_stderr, stdout_of,
 };
 
 /// Sends a request to the API at `socket`, like curl. Returns the status and the body.
@@ -500,9 +500,12 @@ fn configuration_file_starts_the_vm() {
         .unwrap();
     eventually("the VM runs", || {
         assert_eq!(child.try_wait().unwrap(), None);
-        said(&mut api.operator(&["ctl", "second", "status"])).0 == Some(0)
+        run_and_read_stderr(&mut api.operator(&["ctl", "second", "status"])).0 == Some(0)
     });
-    assert_eq!(said(&mut api.operator(&["ctl", "second", "stop"])).0, Some(0));
+    assert_eq!(
+        run_and_read_stderr(&mut api.operator(&["ctl", "second", "stop"])).0,
+        Some(0)
+    );
     assert_eq!(child.wait().unwrap().code(), Some(0));
 }
 
@@ -523,7 +526,7 @@ fn invalid_options_are_refused() {
         (&["--metadata", "/no/such/file"], "--metadata /no/such/file: "),
         (&["--metadata", PROGRAM], "--metadata"),
     ] {
-        let (status, text) = said(Command::new(PROGRAM).arg("firecracker").args(args));
+        let (status, text) = run_and_read_stderr(Command::new(PROGRAM).arg("firecracker").args(args));
         assert_eq!(status, Some(2), "{args:?}: {text}");
         let last = text.lines().last().unwrap_or_default();
         assert!(last.contains(word), "{args:?}: {text}");

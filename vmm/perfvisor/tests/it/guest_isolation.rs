@@ -33,9 +33,14 @@ fn init_to_first_vcpu_resets_machine() {
     let Some(mut vm) = ConsoleVm::start(&["--kernel", kernel.to_str().unwrap()]) else {
         return;
     };
-    assert_eq!(vm.status(), Some(4), "{:?}", vm.said());
-    assert_eq!(vm.said_count("the guest sent it an INIT"), 1, "{:?}", vm.said());
-    assert_eq!(vm.said_count("internal error"), 0, "{:?}", vm.said());
+    assert_eq!(vm.status(), Some(4), "{:?}", vm.log_lines());
+    assert_eq!(
+        vm.count_log_lines("the guest sent it an INIT"),
+        1,
+        "{:?}",
+        vm.log_lines()
+    );
+    assert_eq!(vm.count_log_lines("internal error"), 0, "{:?}", vm.log_lines());
 }
 
 /// Killed helper processes of a VM do not remain zombies. The helpers are the supervisor of kernel

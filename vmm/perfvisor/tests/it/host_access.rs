@@ -117,7 +117,7 @@ fn jailed_vm_notifies_abstract_socket() {
     let stopped = vm.operator(&["ctl", "told", "stop"]).status().unwrap();
     assert!(stopped.success());
     assert_eq!(heard(), "STOPPING=1\n");
-    assert_eq!(vm.child.wait().unwrap().code(), Some(0), "{:?}", vm.said());
+    assert_eq!(vm.child.wait().unwrap().code(), Some(0), "{:?}", vm.log_lines());
 }
 
 /// Creates a directory of user NOBODY with a symbolic link to a file of root.

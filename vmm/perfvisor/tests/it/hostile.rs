@@ -211,7 +211,7 @@ fn hostile_guest_and_clients_leave_vmm_unchanged() {
         // Check that the guest still runs and the VM answers.
         vm.new_line_with("hostile: round");
         assert_eq!(vm.operator(&["ps"]).lines().count(), 2);
-        assert_eq!(vm.said_count("panicked"), 0, "{:?}", vm.said());
+        assert_eq!(vm.count_log_lines("panicked"), 0, "{:?}", vm.log_lines());
         vm.stop("machine");
     }
 }

@@ -56,7 +56,7 @@ fn pipes_without_peer_are_rejected() {
     let data = dir.path().join("data");
     let data = data.to_str().unwrap();
     vm.vm.observe_while_running(0.2, |seconds| {
-        vm.say(&["record", "test", "-d", seconds, "-o", data]);
+        vm.run_for_stderr(&["record", "test", "-d", seconds, "-o", data]);
     });
     let annotate = |option| ["annotate", "-i", data, option, pipe, "spin_hot"];
     for args in [
@@ -85,7 +85,7 @@ fn unwritable_output_is_reported() {
     let dir = tempfile::tempdir().unwrap();
     let data = dir.path().join("data");
     let data = data.to_str().unwrap();
-    vm.say(&["record", "test", "-d", "0.2", "-o", data]);
+    vm.run_for_stderr(&["record", "test", "-d", "0.2", "-o", data]);
     let directory = dir.path().to_str().unwrap();
     for output in ["/nowhere/x", directory, "/dev/full"] {
         for args in [

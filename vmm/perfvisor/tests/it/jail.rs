@@ -10,7 +10,9 @@ use std::time::Duration;
 use crate::common::console_vm::ConsoleVm;
 use crate::common::process::is_root;
 use crate::common::unprivileged::{NOBODY, UnprivilegedUser};
-use crate::common::vm::{PROGRAM, SpinningVm, assert_contains, eventually, has_kvm, refusal, said, vm_pid};
+use crate::common::vm::{
+    PROGRAM, SpinningVm, assert_contains, eventually, has_kvm, refusal, run_and_read_stderr, vm_pid,
+};
 use test_support::skip::skipped;
 
 fn names(dir: &str) -> Vec<String> {
@@ -24,7 +26,7 @@ fn names(dir: &str) -> Vec<String> {
 
 /// Checks that the operator commands work from outside the jail.
 fn assert_operable(vm: &SpinningVm, name: &str) {
-    let (status, text) = said(&mut vm.operator(&["ctl", name, "status"]));
+    let (status, text) = run_and_read_stderr(&mut vm.operator(&["ctl", name, "status"]));
     assert_eq!(status, Some(0), "{text}");
     vm.assert_counted_and_sampled(name, "cycles,task-clock,steal-ns");
 }
@@ -128,7 +130,7 @@ fn start_as(user: &UnprivilegedUser, options: &[&str]) -> Child {
             panic!("the VM ended with {status}: {said}");
         }
         std::thread::sleep(Duration::from_millis(50));
-        said(&mut user.perfvisor(&["ctl", "mine", "status"])).0 == Some(0)
+        run_and_read_stderr(&mut user.perfvisor(&["ctl", "mine", "status"])).0 == Some(0)
     });
     vm
 }
@@ -154,10 +156,16 @@ fn unprivileged_jail_has_user_and_pid_namespaces() {
         assert!(status.contains("CapPrm:\t0000000000000000\n"), "{status}");
     }
     assert_jailed(pid, &nobody.dir().join("perfvisor"));
-    let (status, text) =
-        said(&mut nobody.perfvisor(&["stat", "mine", "-d", "0.2", "-e", "task-clock,steal-ns"]));
+    let (status, text) = run_and_read_stderr(&mut nobody.perfvisor(&[
+        "stat",
+        "mine",
+        "-d",
+        "0.2",
+        "-e",
+        "task-clock,steal-ns",
+    ]));
     assert_eq!(status, Some(0), "{text}");
-    let (status, text) = said(&mut nobody.perfvisor(&["ctl", "mine", "stop"]));
+    let (status, text) = run_and_read_stderr(&mut nobody.perfvisor(&["ctl", "mine", "stop"]));
     assert_eq!(status, Some(0), "{text}");
     vm.wait().unwrap();
     assert!(!nobody.dir().join("perfvisor/mine.sock").exists());
@@ -179,7 +187,7 @@ fn jailed_vm_of_user_with_perfmon_counts_without_pid_namespace() {
     let mut vm = start_as(&nobody, &[]);
     assert_eq!(vm_pid(vm.id()), vm.id());
     assert_jailed(vm.id(), &nobody.dir().join("perfvisor"));
-    let (status, text) = said(&mut nobody.perfvisor(&["ctl", "mine", "stop"]));
+    let (status, text) = run_and_read_stderr(&mut nobody.perfvisor(&["ctl", "mine", "stop"]));
     assert_eq!(status, Some(0), "{text}");
     vm.wait().unwrap();
 }
@@ -237,7 +245,7 @@ fn jailed_vm_removes_sockets_or_warns() {
     assert!(names(mine.to_str().unwrap()).is_empty());
     assert!(root_s.join("look").exists());
     let told: Vec<String> = vm
-        .said()
+        .log_lines()
         .into_iter()
         .filter(|line| line.contains("will not be removed"))
         .collect();
@@ -286,7 +294,7 @@ fn jailed_vm_does_not_read_files_of_root_by_links() {
     ] {
         let mut run = Command::new(PROGRAM);
         run.args(["run", "--memory", "32M", "--jail", &user]).args(args);
-        let (status, text) = said(&mut run);
+        let (status, text) = run_and_read_stderr(&mut run);
         assert_eq!(status, Some(2), "{args:?}: {text}");
         // Warnings about the host may precede the error.
         let last = text.lines().last().unwrap_or_default();
@@ -340,7 +348,7 @@ fn invalid_jail_is_rejected_in_one_line() {
         ("cgroup=/a,cgroup=/b", "twice"),
         ("cgroup=/nowhere", "/nowhere: not a cgroup v2 directory"),
     ] {
-        let (status, text) = said(Command::new(PROGRAM).args(["run", "--jail", words]));
+        let (status, text) = run_and_read_stderr(Command::new(PROGRAM).args(["run", "--jail", words]));
         assert_eq!(status, Some(2), "{words}: {text}");
         assert!(text.contains(why) && text.lines().count() == 1, "{words}: {text}");
     }

@@ -8,7 +8,7 @@ use serde_json::json;
 use test_support::skip;
 
 use crate::common::test_lock::{self, SharedLock};
-use crate::common::vm::{PROGRAM, eventually, has_kvm, said, stdout_of};
+use crate::common::vm::{PROGRAM, eventually, has_kvm, run_and_read_stderr, stdout_of};
 use crate::firecracker::{request, terminate};
 
 /// User and group of the jailed program.
@@ -225,7 +225,7 @@ fn unsupported_and_invalid_options_are_refused() {
             .args(["--exec-file", exec.to_str().unwrap()])
             .args(["--chroot-base-dir", base])
             .args(options);
-        let (status, text) = said(&mut command);
+        let (status, text) = run_and_read_stderr(&mut command);
         assert_eq!(status, Some(2), "{options:?}: {text}");
         assert!(text.contains(reason), "{options:?}: {text}");
     }
@@ -240,7 +240,7 @@ fn unsupported_and_invalid_options_are_refused() {
         "--exec-file",
         "/bin/sh",
     ];
-    let text = said(Command::new(PROGRAM).args(named)).1;
+    let text = run_and_read_stderr(Command::new(PROGRAM).args(named)).1;
     assert!(text.contains("the name must contain 'firecracker'"), "{text}");
     let version = stdout_of(Command::new(PROGRAM).args(["jailer", "--version"]));
     assert_eq!(version, "Jailer v1.17.0\n");

@@ -16,7 +16,7 @@ use control_api::snapshot::SnapshotPiece;
 use control_api::{migration, request};
 
 use crate::common::vm::{
-    PROGRAM, SpinningVm, VmProcess, assert_contains, eventually, refusal, said, stdout_of,
+    PROGRAM, SpinningVm, VmProcess, assert_contains, eventually, refusal, run_and_read_stderr, stdout_of,
 };
 
 /// A VM named `one`, the socket path of its receiver, and a disk image.
@@ -56,12 +56,12 @@ impl Source {
         let address = self.address();
         let args = [&["--incoming", &address], options].concat();
         let vm = VmProcess::spawn(Command::new(PROGRAM), "two", &args, Stdio::null()).unwrap();
-        eventually("it waits", || vm.said_count("waiting for a VM") > 0);
+        eventually("it waits", || vm.count_log_lines("waiting for a VM") > 0);
         vm
     }
 
     /// Starts the process `two` in the socket directory of the source.
-    fn receiver_beside(&self) -> Killed {
+    fn start_local_receiver(&self) -> Killed {
         let receiver = Command::new(PROGRAM)
             .args(["run", "--name", "two", "--incoming", &self.address()])
             .args(["--disk", &self.path("disk")])
@@ -78,11 +78,11 @@ impl Source {
     /// Moves the VM to the socket of the receiver. Returns the exit status and the message of
     /// `ctl`.
     fn migrate(&self) -> (Option<i32>, String) {
-        said(&mut self.vm.operator(&["ctl", "one", "migrate", &self.address()]))
+        run_and_read_stderr(&mut self.vm.operator(&["ctl", "one", "migrate", &self.address()]))
     }
 
     /// Checks that the guest of the source runs and that its disk is locked.
-    fn assert_goes_on(&self) {
+    fn assert_still_runs(&self) {
         assert!(self.vm.state_of("one").starts_with("one: running"));
         self.vm.assert_counted_and_sampled("one", "cycles,task-clock");
         self.assert_disk_is_locked();
@@ -93,7 +93,7 @@ impl Source {
         let mut third = self
             .vm
             .command(&["run", "--name", "three", "--kernel", &kernel, "--disk", &disk]);
-        let (status, text) = said(&mut third);
+        let (status, text) = run_and_read_stderr(&mut third);
         assert!(status == Some(2) && text.contains("disk: in use by "), "{text}");
     }
 }
@@ -165,7 +165,7 @@ fn stat_follows_the_vm() {
         lines.map(|line| enabled_ns(&line, 4)).sum()
     };
     let before_ns = sum(3);
-    let receiver = source.receiver_beside();
+    let receiver = source.start_local_receiver();
     assert_eq!(source.migrate().0, Some(0));
     let after_ns = sum(4);
     for stat in [&intervals, &table] {
@@ -208,7 +208,7 @@ fn record_follows_the_vm() {
     source.vm.observe_while_running(0.5, |seconds| {
         std::thread::sleep(Duration::from_secs_f64(seconds.parse().unwrap()));
     });
-    let receiver = source.receiver_beside();
+    let receiver = source.start_local_receiver();
     assert_eq!(source.migrate().0, Some(0));
     wait_for(&format!("one has moved to process {} as two", receiver.0.id()));
     // Current time of the clock that the samples use.
@@ -252,7 +252,7 @@ fn paused_vm_stays_paused() {
 /// If a VM cannot move, both `ctl` and the destination process report the reason in one line, and
 /// the VM continues in the source process.
 #[test]
-fn vm_that_cannot_move_goes_on() {
+fn failed_migration_resumes_vm() {
     let Some(source) = Source::start(&[]) else { return };
     let (status, text) = source.migrate();
     assert!(
@@ -271,14 +271,14 @@ fn vm_that_cannot_move_goes_on() {
     assert!(text.contains("0 disks are given, the VM has 1"), "{text}");
     assert_eq!(text.lines().count(), 1);
     assert_eq!(receiver.wait(), Some(2));
-    assert!(receiver.said_count("0 disks are given, the VM has 1") > 0);
-    source.assert_goes_on();
+    assert!(receiver.count_log_lines("0 disks are given, the VM has 1") > 0);
+    source.assert_still_runs();
 
     let mut receiver = source.receiver(&["--net", "tap=none0", "--disk", &source.path("disk")]);
     let (_, text) = source.migrate();
     assert_contains(&text, "1 network devices are given, the VM has 0");
     assert_eq!(receiver.wait(), Some(2));
-    source.assert_goes_on();
+    source.assert_still_runs();
 }
 
 /// A tap device, removed on drop.
@@ -338,7 +338,7 @@ fn metadata_moves_with_the_vm() {
     let address = format!("unix:{}", source.files.path().join("in").display());
     let args = ["--incoming", &address, "--disk", &disk, "--mmds", "--net", &first];
     let three = VmProcess::spawn(Command::new(PROGRAM), "three", &args, Stdio::null()).unwrap();
-    eventually("it waits", || three.said_count("waiting for a VM") > 0);
+    eventually("it waits", || three.count_log_lines("waiting for a VM") > 0);
     stdout_of(&mut two.command(&["ctl", "two", "migrate", "--stream", &address]));
     assert_eq!(control(&three, "three").call(request::MmdsGet).unwrap(), data);
 }
@@ -359,7 +359,7 @@ fn receiver_that_disappears_leaves_a_running_vm() {
     let MigrationOffer::Connection(vm) = migration::receive_offer(&stream).unwrap() else {
         panic!("no connection");
     };
-    let mut client = Client::over(vm).unwrap();
+    let mut client = Client::from_stream(vm).unwrap();
     eventually("it is ready", || client.call(request::Snapshot).unwrap().ready);
     client.call(request::SnapshotEnd { stop: false }).unwrap();
     let refused = client.call(request::SnapshotShareDisks).unwrap_err().to_string();
@@ -380,7 +380,7 @@ fn receiver_that_disappears_leaves_a_running_vm() {
     let text = String::from_utf8(out.stderr).unwrap();
     assert_contains(&text, "the process that received one has ended without an answer");
     source.vm.await_state("one: running");
-    source.assert_goes_on();
+    source.assert_still_runs();
 }
 
 /// If the source process is killed after it has sent everything, the VM runs in the receiver,
@@ -398,7 +398,7 @@ fn source_that_dies_leaves_the_vm_to_the_receiver() {
         .spawn()
         .unwrap();
     eventually("it has the VM", || {
-        receiver.said_count("received one from process") > 0
+        receiver.count_log_lines("received one from process") > 0
     });
     source.vm.child.kill().unwrap();
     let out = ctl.wait_with_output().unwrap();

@@ -6,7 +6,9 @@ use std::path::Path;
 use std::process::Command;
 
 use crate::common::host::Host;
-use crate::common::vm::{PROGRAM, SpinningVm, assert_contains, has_kvm, put_program, refusal, said};
+use crate::common::vm::{
+    PROGRAM, SpinningVm, assert_contains, has_kvm, put_program, refusal, run_and_read_stderr,
+};
 use control_api::client::{Client, REPLY_TIMEOUT};
 use test_support::skip::skipped;
 
@@ -38,7 +40,7 @@ fn observer_can_only_count() {
         (&["stat", "--guest-view"], "vcpu"),
     ] {
         let args = &observer_args(&path, args);
-        let (status, text) = said(&mut vm.operator(args));
+        let (status, text) = run_and_read_stderr(&mut vm.operator(args));
         assert_eq!(status, Some(0), "{args:?}: {text}");
         assert!(text.to_lowercase().contains(word), "{args:?}: {text}");
     }
@@ -56,17 +58,17 @@ fn observer_can_only_count() {
         &["record", "-d", "0.2", "-o", data.to_str().unwrap()],
     ] {
         let args = &observer_args(&path, args);
-        let (status, text) = said(&mut vm.operator(args));
+        let (status, text) = run_and_read_stderr(&mut vm.operator(args));
         assert_eq!(status, Some(2), "{args:?}: {text}");
         assert!(
             text.contains("an observer") && text.lines().count() == 1,
             "{args:?}: {text}"
         );
     }
-    let (status, text) = said(&mut vm.operator(&["ctl", "seen", "status"]));
+    let (status, text) = run_and_read_stderr(&mut vm.operator(&["ctl", "seen", "status"]));
     assert_eq!(status, Some(0), "{text}");
     assert!(text.contains("running"), "{text}");
-    let (status, text) = said(&mut vm.operator(&["ctl", "seen", "stop"]));
+    let (status, text) = run_and_read_stderr(&mut vm.operator(&["ctl", "seen", "stop"]));
     assert_eq!(status, Some(0), "{text}");
 }
 
@@ -80,7 +82,7 @@ fn observers_do_not_exclude_operators() {
     let observers: Vec<Client> = (0..8).map(|_| come().unwrap()).collect();
     assert!(come().is_err(), "the limit of");
     for _ in 0..3 {
-        let (status, text) = said(&mut vm.operator(&["ctl", "crowded", "status"]));
+        let (status, text) = run_and_read_stderr(&mut vm.operator(&["ctl", "crowded", "status"]));
         assert_eq!(status, Some(0), "{text}");
     }
     drop(observers);
@@ -102,7 +104,7 @@ fn socket_mode_admits_other_observer() {
         // Copy the program, because the other user may have no access to the build directory.
         let program = dir.path().join("program");
         put_program(&program);
-        let (status, text) = said(
+        let (status, text) = run_and_read_stderr(
             Command::new("setpriv")
                 .args(["--reuid", "65534", "--regid", "65534", "--clear-groups"])
                 .arg(&program)

@@ -90,10 +90,10 @@ fn sent_fault_signal_ends_vm_in_one_line() {
             .status();
         assert!(kill.unwrap().success());
         let status = vm.child.wait().unwrap();
-        assert_eq!(status.code(), Some(8), "{status}: {:?}", vm.said());
+        assert_eq!(status.code(), Some(8), "{status}: {:?}", vm.log_lines());
         let line = format!("was sent SIG{signal} by process ");
         let told = || {
-            let said = vm.said();
+            let said = vm.log_lines();
             said.iter().filter(|said| said.contains(&line)).count()
         };
         eventually("the line", || told() == 1);
@@ -108,9 +108,9 @@ fn emulation_failure_names_instruction() {
         return;
     };
     vm.line_with("cmpxchg16b where nobody is");
-    assert_eq!(vm.status(), Some(8), "{:?}", vm.said());
-    eventually("the line", || vm.said_count("internal error") == 1);
-    let said = vm.said();
+    assert_eq!(vm.status(), Some(8), "{:?}", vm.log_lines());
+    eventually("the line", || vm.count_log_lines("internal error") == 1);
+    let said = vm.log_lines();
     let line = said.iter().find(|line| line.contains("internal error")).unwrap();
     assert_contains(line, "internal error 1 (it cannot emulate an instruction) at 0x");
     assert_contains(line, "CPL 0");

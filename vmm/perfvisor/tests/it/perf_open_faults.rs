@@ -55,7 +55,7 @@ impl FaultyVm {
         let line = format!("fail with error {error}");
         self.vm
             .vm
-            .said()
+            .log_lines()
             .iter()
             .filter(|said| said.ends_with(&line))
             .count()
@@ -146,7 +146,7 @@ fn guest_survives_counters_without_backing() {
             // Every call fails, or every second call.
             for what in [format!("{error}"), format!("{error} 2")] {
                 std::fs::write(&file, what).unwrap();
-                eventually(name, || vm.said().iter().any(|said| said.ends_with(&line)));
+                eventually(name, || vm.log_lines().iter().any(|said| said.ends_with(&line)));
                 vm.new_line_with("hostile: round");
                 let seen: Vec<String> = vm.operator(&["ps"]).lines().map(Into::into).collect();
                 assert_eq!(seen.len(), 2, "{name}: {seen:?}");
@@ -155,8 +155,8 @@ fn guest_survives_counters_without_backing() {
             std::fs::write(&file, "").unwrap();
             vm.new_line_with("hostile: round");
         }
-        assert_eq!(vm.said_count("panicked"), 0, "{:?}", vm.said());
-        assert!(vm.said().len() < 100, "{:?}", vm.said());
+        assert_eq!(vm.count_log_lines("panicked"), 0, "{:?}", vm.log_lines());
+        assert!(vm.log_lines().len() < 100, "{:?}", vm.log_lines());
         vm.stop("machine");
     }
 }

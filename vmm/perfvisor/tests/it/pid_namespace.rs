@@ -15,7 +15,7 @@ use crate::common::process::is_root;
 use crate::common::pty::shell_on_terminal;
 use crate::common::test_lock;
 use crate::common::vm::{
-    PROGRAM, SpinningVm, VmProcess, children, eventually, has_kvm, ps_until_all_answer, said,
+    PROGRAM, SpinningVm, VmProcess, children, eventually, has_kvm, ps_until_all_answer, run_and_read_stderr,
 };
 
 fn send(pid: u32, signal: libc::c_int) {
@@ -55,7 +55,7 @@ fn stop_signals_reach_jailed_vm_once() {
             send(started, libc::SIGTERM);
         }
         assert_eq!(vm.line_with("pressed"), "the button was pressed; status 0");
-        assert_eq!(vm.status(), Some(0), "{:?}", vm.said());
+        assert_eq!(vm.status(), Some(0), "{:?}", vm.log_lines());
     }
 }
 
@@ -70,7 +70,7 @@ fn jailed_vm_ends_with_status_of_its_process() {
         return;
     };
     send(vm.child.id(), libc::SIGINT);
-    assert_eq!(vm.wait(), Some(10), "{:?}", vm.said());
+    assert_eq!(vm.wait(), Some(10), "{:?}", vm.log_lines());
     for (args, status) in [
         (&["--cmdline", "reset=cf9"][..], 4),
         (&["--kernel", "/nonexistent"], 2),
@@ -78,7 +78,7 @@ fn jailed_vm_ends_with_status_of_its_process() {
         let mut run = Command::new(PROGRAM);
         run.args(["run", "--memory", "32M", "--jail", "uid=1500"])
             .args(args);
-        let (code, text) = said(&mut run);
+        let (code, text) = run_and_read_stderr(&mut run);
         assert_eq!(code, Some(status), "{args:?}: {text}");
     }
 }
@@ -157,7 +157,7 @@ fn jailed_vm_has_host_ids_for_operators() {
     let Some(vm) = SpinningVm::start("shown", &options) else {
         return;
     };
-    let text = ps_until_all_answer(|| said(&mut vm.operator(&["ps", "--json"])).1);
+    let text = ps_until_all_answer(|| run_and_read_stderr(&mut vm.operator(&["ps", "--json"])).1);
     let info: Value = serde_json::from_str(text.lines().next().unwrap()).unwrap();
     assert_eq!(info["pid"].as_u64(), Some(vm.pid().into()), "{text}");
     let threads = info["threads"].as_array().unwrap();
@@ -247,7 +247,7 @@ fn jailed_vm_stops_and_continues_with_its_job() {
     eventually("both stop", || both.iter().all(|pid| state(*pid) == Some('T')));
     send(vm.child.id(), libc::SIGCONT);
     eventually("it runs again", || {
-        said(&mut vm.operator(&["ctl", "job", "status"])).0 == Some(0)
+        run_and_read_stderr(&mut vm.operator(&["ctl", "job", "status"])).0 == Some(0)
     });
 }
 
@@ -262,8 +262,8 @@ fn jailed_daemon_stops_by_signal() {
     let Some(mut vm) = VmProcess::spawn(Command::new(PROGRAM), "daemon", &args, Stdio::null()) else {
         return;
     };
-    assert_eq!(vm.wait(), Some(0), "{:?}", vm.said());
-    let text = ps_until_all_answer(|| said(&mut vm.command(&["ps", "--json"])).1);
+    assert_eq!(vm.wait(), Some(0), "{:?}", vm.log_lines());
+    let text = ps_until_all_answer(|| run_and_read_stderr(&mut vm.command(&["ps", "--json"])).1);
     let info: Value = serde_json::from_str(text.lines().next().unwrap()).unwrap();
     let pid = u32::try_from(info["pid"].as_u64().unwrap()).unwrap();
     let status = fs::read_to_string(format!("/proc/{pid}/status")).unwrap();

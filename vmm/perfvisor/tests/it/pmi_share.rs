@@ -25,7 +25,7 @@ fn slow_handler(pmu: &str) -> Option<SlowHandler> {
     let args = ["--pmu", pmu, "--stats", "--cmdline", "quiet slow-handler=500"];
     let mut vm = ConsoleVm::start(&args)?;
     let line = vm.line_with("result slow-handler ");
-    assert_eq!(vm.status(), Some(0), "{line}: {:?}", vm.said());
+    assert_eq!(vm.status(), Some(0), "{line}: {:?}", vm.log_lines());
     let field = |name: &str| {
         let word = line
             .split(' ')
@@ -33,7 +33,7 @@ fn slow_handler(pmu: &str) -> Option<SlowHandler> {
         word.and_then(|n| n.parse().ok())
             .unwrap_or_else(|| panic!("{name}: {line}"))
     };
-    let stats = vm.said();
+    let stats = vm.log_lines();
     let statistic = |label: &str| {
         let line = stats.iter().find(|line| line.contains(label));
         let number = line.map(|line| line.chars().filter(char::is_ascii_digit).collect::<String>());

@@ -137,13 +137,13 @@ fn killed_perf_broker_is_reported_once() {
         eventually("what was open goes on", || running_ns(&mut client) > then);
     }
     let told = || {
-        vm.said()
+        vm.log_lines()
             .iter()
             .filter(|line| line.contains("(perf-broker) has exited"))
             .count()
     };
     eventually("it says so", || told() > 0);
-    assert_eq!(told(), 1, "{:?}", vm.said());
+    assert_eq!(told(), 1, "{:?}", vm.log_lines());
 }
 
 /// The helper processes that start kernel readers and connect to sockets have no capability, no
@@ -236,9 +236,9 @@ fn killed_reader_supervisor_is_reported_once() {
             info.state == KernelState::NotFound && info.detail.contains(lost)
         });
     }
-    let told = || vm.said().iter().filter(|line| line.contains(lost)).count();
+    let told = || vm.log_lines().iter().filter(|line| line.contains(lost)).count();
     eventually("it warns", || told() > 0);
-    assert_eq!(told(), 1, "{:?}", vm.said());
+    assert_eq!(told(), 1, "{:?}", vm.log_lines());
 }
 
 /// `--seccomp off` installs no filters and changes no thread.

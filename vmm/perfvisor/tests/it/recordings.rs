@@ -27,7 +27,7 @@ fn recording_ends_at_max_size() {
     let Some(vm) = TestVm::spinning(1) else { return };
     let data = vm.vm.runtime.path().join("perf.data");
     let file = data.to_str().unwrap();
-    vm.say(&[
+    vm.run_for_stderr(&[
         "record",
         "test",
         "-F",
@@ -77,7 +77,7 @@ fn profile_of_the_spinning_guest(vm: &TestVm, chain_every: u32) {
     let profile: Profile = loop {
         let duration = seconds.to_string();
         let every = ["--chain-every", &chain_every_text, "-d", &duration];
-        vm.say(&[&["record", "test", "-F", "1000", "-q", "-o", file], &every[..]].concat());
+        vm.run_for_stderr(&[&["record", "test", "-F", "1000", "-q", "-o", file], &every[..]].concat());
         let profile = reader::read_file(&data).unwrap();
         if profile.len() >= 1000 {
             break profile;
@@ -132,21 +132,21 @@ fn profile_of_the_spinning_guest(vm: &TestVm, chain_every: u32) {
         assert!(with * 100 >= all * percent, "{chain}: {with} of {all}");
     }
 
-    let text = vm.say(&["report", "-i", file, "--sort", "vcpu,sym"]);
+    let text = vm.run_for_stderr(&["report", "-i", file, "--sort", "vcpu,sym"]);
     assert!(text.contains("spin_hot") && text.contains("VCPU"), "{text}");
     assert!(
-        vm.say(&["script", "-i", file])
+        vm.run_for_stderr(&["script", "-i", file])
             .lines()
             .any(|l| l.contains("spin_warm+"))
     );
     assert!(
-        vm.say(&["flamegraph", "-i", file, "--folded"])
+        vm.run_for_stderr(&["flamegraph", "-i", file, "--folded"])
             .contains("spin_chunk;spin_hot ")
     );
-    let svg = vm.say(&["flamegraph", "-i", file, "-o", "-"]);
+    let svg = vm.run_for_stderr(&["flamegraph", "-i", file, "-o", "-"]);
     assert!(svg.contains("<svg") && svg.contains("spin_hot"));
     let packed = vm.vm.runtime.path().join("profile.pb.gz");
-    vm.say(&["pprof", "-i", file, "-o", packed.to_str().unwrap()]);
+    vm.run_for_stderr(&["pprof", "-i", file, "-o", packed.to_str().unwrap()]);
     assert!(std::fs::read(&packed).unwrap().starts_with(&[0x1f, 0x8b]));
 }
 

@@ -9,7 +9,7 @@ use test_support::{kernels, skip};
 use vmm::boot::layout;
 use vmm::kvm::execution;
 
-use crate::common::vm::{PROGRAM, SpinningVm, VmProcess, said, stdout_of};
+use crate::common::vm::{PROGRAM, SpinningVm, VmProcess, run_and_read_stderr, stdout_of};
 
 /// Takes a snapshot of a VM with a spinning guest. The VM then terminates.
 fn snapshot() -> Option<(SpinningVm, PathBuf)> {
@@ -58,7 +58,7 @@ fn counted_snapshot(options: &[&str]) -> Option<(VmProcess, PathBuf)> {
     let options = [&["--kernel", kernel.to_str().unwrap()], options].concat();
     let mut vm = VmProcess::spawn(Command::new(PROGRAM), "one", &options, Stdio::null())?;
     let mut lines = BufReader::new(vm.child.stdout.take().unwrap()).lines();
-    assert!(lines.any(|line| line.unwrap() == "w"), "{:?}", vm.said());
+    assert!(lines.any(|line| line.unwrap() == "w"), "{:?}", vm.log_lines());
     let dir = vm.runtime.path().join("saved");
     stdout_of(&mut vm.command(&["ctl", "one", "snapshot", dir.to_str().unwrap()]));
     Some((vm, dir))
@@ -147,7 +147,7 @@ fn inexact_windows_are_refused() {
     let Some(host) = stepping() else { return };
     let exact = ["-d", "0.1", "--backing", "exact"];
     let line = |runtime: &Path, dir: &Path, options: &[&str]| {
-        let (status, text) = said(&mut replay(runtime, dir, &[&exact, options].concat()));
+        let (status, text) = run_and_read_stderr(&mut replay(runtime, dir, &[&exact, options].concat()));
         assert_eq!(status, Some(2), "{text}");
         assert_eq!(text.lines().count(), 1, "{text}");
         text
@@ -174,7 +174,7 @@ fn inexact_windows_are_refused() {
     assert!(several.contains("the snapshot has 2 vCPUs"), "{several}");
     for vm in [&["one"][..], &[]] {
         let mut alone = Command::new(PROGRAM);
-        let (status, text) = said(alone.args(["stat", "--backing", "exact"]).args(vm));
+        let (status, text) = run_and_read_stderr(alone.args(["stat", "--backing", "exact"]).args(vm));
         assert_eq!(status, Some(2), "{text}");
         assert!(
             text.contains("--replay") || text.contains("cannot be used with"),
@@ -236,7 +236,7 @@ fn bad_replays_are_refused() {
     let Some((vm, dir)) = snapshot() else { return };
     let runtime = vm.runtime.path();
     let line = |dir: &Path, options: &[&str]| {
-        let (status, text) = said(&mut replay(runtime, dir, options));
+        let (status, text) = run_and_read_stderr(&mut replay(runtime, dir, options));
         assert_eq!(status, Some(2), "{text}");
         assert_eq!(text.lines().count(), 1, "{text}");
         text

@@ -18,13 +18,13 @@ fn reset_without_restart_ends_vm() {
     for (way, status) in [("keyboard", 4), ("cf9", 4), ("a20", 4), ("triple", 6)] {
         let Some(mut vm) = booting(way, &[]) else { return };
         assert_eq!(vm.line_with("boot"), NEW);
-        assert_eq!(vm.status(), Some(status), "{way}: {:?}", vm.said());
+        assert_eq!(vm.status(), Some(status), "{way}: {:?}", vm.log_lines());
         let cause = if status == 6 {
             "shut down after a triple fault"
         } else {
             "the VM ended: the guest reset the machine"
         };
-        assert_eq!(vm.said_count(cause), 1, "{way}: {:?}", vm.said());
+        assert_eq!(vm.count_log_lines(cause), 1, "{way}: {:?}", vm.log_lines());
     }
 }
 
@@ -42,13 +42,13 @@ fn repeated_resets_leak_nothing() {
             return;
         };
         for _ in 0..10 {
-            assert_eq!(vm.line_with("boot"), NEW, "{way}: {:?}", vm.said());
+            assert_eq!(vm.line_with("boot"), NEW, "{way}: {:?}", vm.log_lines());
         }
         vm.operator(&["ctl", "machine", "pause"]);
         let before = vm.resource_counts();
         vm.operator(&["ctl", "machine", "resume"]);
         for _ in 0..if way == "cf9" { 50 } else { 10 } {
-            assert_eq!(vm.line_with("boot"), NEW, "{way}: {:?}", vm.said());
+            assert_eq!(vm.line_with("boot"), NEW, "{way}: {:?}", vm.log_lines());
         }
         vm.operator(&["ctl", "machine", "pause"]);
         // Wait, because the VM closes the operator's connection asynchronously.
@@ -57,9 +57,17 @@ fn repeated_resets_leak_nothing() {
             now.0 <= before.0 && now.1 <= before.1
         });
         vm.stop("machine");
-        assert!(vm.said_count("restarting") <= 16, "{:?}", vm.said());
-        assert!(vm.said_count("triple fault") <= 2 * 16, "{:?}", vm.said());
-        assert!(vm.said_count("no backing supports") <= 2, "{:?}", vm.said());
+        assert!(vm.count_log_lines("restarting") <= 16, "{:?}", vm.log_lines());
+        assert!(
+            vm.count_log_lines("triple fault") <= 2 * 16,
+            "{:?}",
+            vm.log_lines()
+        );
+        assert!(
+            vm.count_log_lines("no backing supports") <= 2,
+            "{:?}",
+            vm.log_lines()
+        );
     }
 }
 
@@ -196,8 +204,8 @@ fn reset_reads_kernel_from_same_directory() {
             vm.line_with("boot");
             continue;
         }
-        assert_eq!(vm.status(), Some(2), "{:?}", vm.said());
-        let said = vm.said().join("\n");
+        assert_eq!(vm.status(), Some(2), "{:?}", vm.log_lines());
+        let said = vm.log_lines().join("\n");
         assert_contains(&said, "cannot restart the VM");
         assert_contains(&said, "Permission denied");
     }
@@ -217,10 +225,10 @@ fn missing_kernel_at_reset_is_bad_input() {
     vm.line_with("boot");
     std::fs::remove_file(&kernel).unwrap();
     vm.key();
-    assert_eq!(vm.status(), Some(2), "{:?}", vm.said());
+    assert_eq!(vm.status(), Some(2), "{:?}", vm.log_lines());
     let name = kernel.display().to_string();
     let about: Vec<String> = vm
-        .said()
+        .log_lines()
         .into_iter()
         .filter(|line| line.contains(&name))
         .collect();

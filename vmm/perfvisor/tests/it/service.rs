@@ -32,7 +32,7 @@ fn power_button_powers_off_guest() {
             assert_eq!(said, "machine: power button pressed\n");
         }
         assert_eq!(vm.line_with("pressed"), "the button was pressed; status 0");
-        assert_eq!(vm.status(), Some(0), "{:?}", vm.said());
+        assert_eq!(vm.status(), Some(0), "{:?}", vm.log_lines());
     }
 }
 
@@ -52,9 +52,9 @@ fn power_button_without_handler_ends_vm_immediately() {
         "{line}"
     );
     signal(&vm, libc::SIGTERM);
-    assert_eq!(vm.status(), Some(10), "{:?}", vm.said());
+    assert_eq!(vm.status(), Some(10), "{:?}", vm.log_lines());
     eventually("it says what ended it", || {
-        vm.said_count("the VM ended: SIGTERM") == 1
+        vm.count_log_lines("the VM ended: SIGTERM") == 1
     });
 }
 
@@ -68,7 +68,7 @@ fn ignored_power_button_ends_vm_at_timeout() {
     signal(&vm, libc::SIGTERM);
     assert_eq!(vm.status(), Some(10));
     eventually("it says why", || {
-        vm.said_count("did not power off within 0.2 s") == 1
+        vm.count_log_lines("did not power off within 0.2 s") == 1
     });
     for second in [libc::SIGTERM, libc::SIGINT] {
         let args = ["--cmdline", "button deaf", "--stop-timeout", "86400"];
@@ -78,7 +78,7 @@ fn ignored_power_button_ends_vm_at_timeout() {
         vm.line_with("waiting for the button");
         signal(&vm, libc::SIGTERM);
         eventually("the button is pressed", || {
-            vm.said_count("the power button is pressed") == 1
+            vm.count_log_lines("the power button is pressed") == 1
         });
         assert!(vm.child.try_wait().unwrap().is_none());
         signal(&vm, second);

@@ -10,7 +10,9 @@ use control_api::client::Client;
 use control_api::protocol::VmState;
 use control_api::request;
 
-use crate::common::vm::{PROGRAM, SpinningVm, VmProcess, assert_contains, eventually, said, stdout_of};
+use crate::common::vm::{
+    PROGRAM, SpinningVm, VmProcess, assert_contains, eventually, run_and_read_stderr, stdout_of,
+};
 
 /// Starts a VM with a spinning guest.
 fn spinning(args: &[&str]) -> Option<SpinningVm> {
@@ -43,7 +45,7 @@ fn refused(dir: &Path, options: &[&str]) -> String {
         .args(["run", "--name", "refused", "--restore", dir.to_str().unwrap()])
         .args(options)
         .env("XDG_RUNTIME_DIR", runtime.path());
-    let (status, text) = said(&mut command);
+    let (status, text) = run_and_read_stderr(&mut command);
     assert_eq!(status, Some(2), "{text}");
     assert_eq!(text.lines().count(), 1, "{text}");
     assert!(text.starts_with("perfvisor: "), "{text}");
@@ -117,12 +119,12 @@ fn failed_snapshot_leaves_nothing_behind() {
     let Some(vm) = spinning(&[]) else { return };
     let dir = take(&vm, &[]);
     let path = dir.to_str().unwrap();
-    let line = said(&mut vm.operator(&["ctl", "one", "snapshot", path])).1;
+    let line = run_and_read_stderr(&mut vm.operator(&["ctl", "one", "snapshot", path])).1;
     assert_eq!(
         line,
         format!("perfvisor: error: {path}: it exists already; name a new directory\n")
     );
-    let line = said(&mut vm.operator(&["ctl", "one", "snapshot", "/proc/new"])).1;
+    let line = run_and_read_stderr(&mut vm.operator(&["ctl", "one", "snapshot", "/proc/new"])).1;
     assert!(
         line.contains("cannot be written to /proc/new; the VM goes on: "),
         "{line}"
@@ -137,7 +139,7 @@ fn failed_snapshot_leaves_nothing_behind() {
         .arg(PROGRAM)
         .args(["ctl", "one", "snapshot", full.to_str().unwrap()])
         .env("XDG_RUNTIME_DIR", vm.runtime.path());
-    let (status, line) = said(&mut shell);
+    let (status, line) = run_and_read_stderr(&mut shell);
     assert_eq!(status, Some(2), "{line}");
     assert!(line.contains("the VM goes on: File too large"), "{line}");
     let left = fs::read_dir(vm.runtime.path()).unwrap();
@@ -239,7 +241,8 @@ fn unsupported_parts_are_named() {
     let options = ["--kernel", &kernel, "--gdb", &gdb];
     let Some(vm) = spinning(&options) else { return };
     let dir = vm.runtime.path().join("saved");
-    let (status, line) = said(&mut vm.operator(&["ctl", "one", "snapshot", dir.to_str().unwrap()]));
+    let (status, line) =
+        run_and_read_stderr(&mut vm.operator(&["ctl", "one", "snapshot", dir.to_str().unwrap()]));
     assert_eq!(status, Some(2), "{line}");
     assert!(
         line.contains("a snapshot cannot include --gdb; start the VM without"),
@@ -289,7 +292,7 @@ fn diff_of_a_diff_restores_above_all_its_bases() {
     let save = |new: &str, bases: &[&str]| {
         let bases = bases.iter().flat_map(|base| ["--diff", base]);
         let args: Vec<&str> = ["ctl", "one", "snapshot", new].into_iter().chain(bases).collect();
-        said(&mut vm.operator(&args))
+        run_and_read_stderr(&mut vm.operator(&args))
     };
     assert_eq!(save(&first, &[full]).0, Some(0));
     let (status, line) = save(&second, &[&first, full]);
@@ -353,7 +356,8 @@ fn unusable_bases_are_refused() {
     let line = refused(diff, &["--restore-base", base_path, "--restore-verify"]);
     assert_contains(&line, "damaged between bytes 0x600000 and 0x800000");
     let new = at("new");
-    let save = |base: &str| said(&mut vm.operator(&["ctl", "one", "snapshot", &new, "--diff", base]));
+    let save =
+        |base: &str| run_and_read_stderr(&mut vm.operator(&["ctl", "one", "snapshot", &new, "--diff", base]));
     let (status, line) = save(base_path);
     assert_eq!(status, Some(2), "{line}");
     assert_contains(&line, "damaged between bytes 0x600000 and 0x800000");

@@ -538,7 +538,7 @@ fn counting_outside_process_ends_vm() {
     drop(thread);
     // The SIGSYS handler writes the message and terminates the VM with status 8.
     let status = vm.child.wait().unwrap();
-    assert_eq!(status.code(), Some(8), "{:?}", vm.said());
+    assert_eq!(status.code(), Some(8), "{:?}", vm.log_lines());
     let line = |line: &String| line.contains("thread vcpu0 (vcpu) asked the kernel for perf_event_open");
-    eventually("the line is there", || vm.said().iter().any(line));
+    eventually("the line is there", || vm.log_lines().iter().any(line));
 }

@@ -69,7 +69,7 @@ fn recording_continues_in_new_file_on_signal() {
         let first_ns = profile.samples().map(|s| s.time_ns).min().unwrap();
         assert!(first_ns >= last_ns, "{}", file.display());
         last_ns = profile.samples().map(|s| s.time_ns).max().unwrap();
-        let text = vm.say(&["report", "-i", file.to_str().unwrap()]);
+        let text = vm.run_for_stderr(&["report", "-i", file.to_str().unwrap()]);
         assert!(text.contains("spin_hot"), "{}: {text}", file.display());
     }
 }
@@ -110,7 +110,7 @@ fn overwrite_recording_writes_newest_samples_on_signal() {
             times.len()
         );
         last_ns = times[times.len() - 1];
-        let text = vm.say(&["report", "-i", file.to_str().unwrap()]);
+        let text = vm.run_for_stderr(&["report", "-i", file.to_str().unwrap()]);
         assert!(text.contains("spin_hot"), "{}: {text}", file.display());
     }
     for (args, message) in [
@@ -149,14 +149,14 @@ fn process_and_cgroup_name_vm() {
     let pid = vm.vm.child.id().to_string();
     let count = |args: &[&str]| {
         let all = [&["stat", "-j", "-e", "task-clock", "-d", "0.2"], args].concat();
-        let text = vm.say(&all);
+        let text = vm.run_for_stderr(&all);
         let line = value_of(text.lines().next().unwrap());
         line["counter-value"].as_str().unwrap().parse::<f64>().unwrap()
     };
     assert!(count(&["-p", &pid]) > 0.0);
     assert!(count(&[&format!("pid:{pid}")]) > 0.0);
     assert!(
-        vm.say(&["ctl", &format!("pid:{pid}"), "status"])
+        vm.run_for_stderr(&["ctl", &format!("pid:{pid}"), "status"])
             .contains("running")
     );
     let none = vm.run(&["stat", "-p", "1"]);
@@ -174,7 +174,7 @@ fn process_and_cgroup_name_vm() {
     let none = vm.run(&["stat", "-d", "0.2", "-G", "/nowhere"]);
     assert_eq!(none.status.code(), Some(2), "{none:?}");
     assert!(String::from_utf8_lossy(&none.stderr).contains("/nowhere"));
-    assert_eq!(vm.say(&["ps", "--names"]), "test\n");
+    assert_eq!(vm.run_for_stderr(&["ps", "--names"]), "test\n");
 }
 
 /// The program can produce every output format of a recording.
@@ -194,8 +194,8 @@ fn recording_is_shown_in_every_format() {
         "-o",
         &file,
     ];
-    vm.say(&[&record[..], &["-d", "3"]].concat());
-    let text = vm.say(&[
+    vm.run_for_stderr(&[&record[..], &["-d", "3"]].concat());
+    let text = vm.run_for_stderr(&[
         "report",
         "-i",
         &file,
@@ -211,7 +211,7 @@ fn recording_is_shown_in_every_format() {
         !text.contains("[u] spin_warm") && !text.contains("Samples  "),
         "{text}"
     );
-    let text = vm.say(&[
+    let text = vm.run_for_stderr(&[
         "script",
         "-i",
         &file,
@@ -226,13 +226,13 @@ fn recording_is_shown_in_every_format() {
     assert!(sample["comm"].is_null() && sample["period"].is_u64());
     for (format, key) in [("firefox", "threads"), ("speedscope", "profiles")] {
         let out = place(format);
-        vm.say(&["convert", "-i", &file, "--to", format, "-o", &out]);
+        vm.run_for_stderr(&["convert", "-i", &file, "--to", format, "-o", &out]);
         let written = value_of(&std::fs::read_to_string(&out).unwrap());
         assert!(!written[key].as_array().unwrap().is_empty(), "{format}");
     }
     let none = vm.run(&["convert", "-i", &file, "--to", "firefox", "-e", "branches"]);
     let said = String::from_utf8_lossy(&none.stderr);
     assert!(none.status.code() == Some(2) && said.contains("cycles"), "{said}");
-    let svg = vm.say(&["flamegraph", "-i", &file, "--diff", &file, "-o", "-"]);
+    let svg = vm.run_for_stderr(&["flamegraph", "-i", &file, "--diff", &file, "-o", "-"]);
     assert!(svg.contains("<svg") && svg.contains("spin_hot"));
 }

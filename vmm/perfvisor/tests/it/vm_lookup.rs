@@ -72,7 +72,7 @@ fn ps_until_vm_answers(vm: &TestVm, args: &[&str]) -> String {
     let socket = vm.sockets().join("test.sock");
     let mut text = String::new();
     eventually("the VM is in the list, and has answered", || {
-        text = vm.say(args);
+        text = vm.run_for_stderr(args);
         let line = text.lines().find(|line| line.contains(socket.to_str().unwrap()));
         line.is_some_and(|line| !line.contains("not_responding") && !line.contains("not responding"))
     });
@@ -98,5 +98,8 @@ fn ps_all_lists_owner_and_socket() {
     let row = table.lines().find(|row| row.ends_with(socket.to_str().unwrap()));
     assert!(row.is_some_and(|row| row.starts_with("test ")), "{table}");
     // Without `--all`, `ps` prints neither the socket nor the user.
-    assert!(!vm.say(&["ps", "--json"]).contains("socket") && !vm.say(&["ps"]).contains("USER"));
+    assert!(
+        !vm.run_for_stderr(&["ps", "--json"]).contains("socket")
+            && !vm.run_for_stderr(&["ps"]).contains("USER")
+    );
 }

@@ -2,7 +2,7 @@
 
 use std::process::Command;
 
-use crate::common::vm::{PROGRAM, SpinningVm, said};
+use crate::common::vm::{PROGRAM, SpinningVm, run_and_read_stderr};
 
 #[test]
 fn operator_counts_and_samples_guest_without_pmu() {
@@ -23,7 +23,7 @@ fn guest_pmu_options_are_rejected_in_one_line() {
         &["stat", "bare", "--guest-view"][..],
         &["ctl", "bare", "filter", filter.to_str().unwrap()],
     ] {
-        let (status, text) = said(&mut vm.operator(args));
+        let (status, text) = run_and_read_stderr(&mut vm.operator(args));
         assert_eq!(status, Some(2), "{args:?}: {text}");
         assert!(
             text.contains("guest has no PMU") && text.lines().count() == 1,
@@ -39,7 +39,7 @@ fn guest_pmu_options_are_rejected_in_one_line() {
         ("--rdpmc", "trap"),
     ] {
         let mut run = Command::new(PROGRAM);
-        let (status, text) = said(run.args(["run", "--pmu", "off", option, value]));
+        let (status, text) = run_and_read_stderr(run.args(["run", "--pmu", "off", option, value]));
         assert_eq!(status, Some(2), "{option}: {text}");
         assert!(
             text.contains(&format!("{option} with --pmu off")) && text.lines().count() == 1,

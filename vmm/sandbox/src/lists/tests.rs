@@ -57,9 +57,9 @@ impl Filters {
 
     fn with(kind: SandboxedThreadKind, counting: PerfEventAccess) -> Self {
         let mut list = super::of(kind, PID, counting);
-        list.extend(refused(kind));
+        list.extend(denied_calls(kind));
         let allow = filter::compile(&list, SeccompAction::Trap).unwrap();
-        Self([filter::refuse(&refused(kind)).unwrap(), allow])
+        Self([filter::refuse(&denied_calls(kind)).unwrap(), allow])
     }
 
     /// Returns the result of the two filters of a thread for a call: the more restrictive of the
@@ -118,7 +118,7 @@ proptest! {
         ),
     ) {
         let filters = Filters::of(kind);
-        let (list, refused) = (super::of(kind, PID, PerfEventAccess::Broker), refused(kind));
+        let (list, refused) = (super::of(kind, PID, PerfEventAccess::Broker), denied_calls(kind));
         let arguments: [u64; 6] = words.try_into().unwrap();
         for call in 0..500 {
             let right = match (is_on(&refused, call, arguments), is_on(&list, call, arguments)) {

@@ -16,13 +16,13 @@ use seccompiler::{BpfProgram, SeccompAction, apply_filter};
 use vmm_sys_util::sock_ctrl_msg::ScmSocket;
 
 use super::worker_exit::{MOST_WORDS, PANICKED};
-use crate::service::{ServiceProcess, exit_with_parent, leave};
+use crate::service::{ServiceProcess, exit_process, exit_with_parent};
 use crate::{filter, lists, service};
 
 /// Message to the keeper: start a worker.
-pub(super) const BEGIN: u8 = b'B';
+pub(super) const START_WORKER: u8 = b'B';
 /// Message to the keeper: terminate the worker.
-pub(super) const GIVE_UP: u8 = b'G';
+pub(super) const TERMINATE_WORKER: u8 = b'G';
 /// Process name of the keeper, as displayed by `ps`.
 const KEEPER_NAME: &std::ffi::CStr = c"worker-keeper";
 const WORKER_NAME: &std::ffi::CStr = c"kernel-reader";
@@ -86,7 +86,7 @@ pub(super) struct KeeperConfig {
     pub(super) landlock: bool,
     pub(super) limits: WorkerLimits,
     /// Timeout after which the VM stops waiting for a message from a worker.
-    pub(super) patience: Duration,
+    pub(super) timeout: Duration,
     pub(super) give_up: fn() -> bool,
     pub(super) work: fn(UnixStream, u32),
 }
@@ -152,7 +152,7 @@ impl OomScore {
 fn keep(mut control: UnixStream, turn: Option<&OomScore>, job: &KeeperConfig) -> io::Result<()> {
     let mut number = 0;
     while let Some(word) = read_message(&mut control) {
-        if word != BEGIN {
+        if word != START_WORKER {
             continue;
         }
         match begin(&control, turn, job, number) {
@@ -191,8 +191,8 @@ fn begin(
     number: u32,
 ) -> io::Result<StartedWorker> {
     let (socket, its) = UnixStream::pair()?;
-    socket.set_read_timeout(Some(job.patience))?;
-    socket.set_write_timeout(Some(job.patience))?;
+    socket.set_read_timeout(Some(job.timeout))?;
+    socket.set_write_timeout(Some(job.timeout))?;
     let (last_words, its_end) = io::pipe()?;
     // When memory is low, the kernel kills workers before the VM, because they hold no persistent
     // state.
@@ -274,10 +274,10 @@ fn be_worker(socket: UnixStream, mut last_words: PipeWriter, job: &KeeperConfig,
     // A panic drops the worker's socket before the process exits. The copy ensures that the VM sees
     // the end of the connection only after the process has exited.
     let Ok(held) = socket.try_clone() else {
-        leave(service::UNFIT)
+        exit_process(service::EXIT_UNCONFINED)
     };
     if !apply_limits(&job.limits) || confined(job).is_none() {
-        leave(service::UNFIT);
+        exit_process(service::EXIT_UNCONFINED);
     }
     let done = panic::catch_unwind(AssertUnwindSafe(|| (job.work)(socket, number)));
     if done.is_err() {
@@ -285,7 +285,7 @@ fn be_worker(socket: UnixStream, mut last_words: PipeWriter, job: &KeeperConfig,
         let _ = last_words.write_all(&words[..words.len().min(MOST_WORDS)]);
     }
     std::mem::forget(held);
-    leave(if done.is_ok() { 0 } else { PANICKED })
+    exit_process(if done.is_ok() { 0 } else { PANICKED })
 }
 
 fn confined(job: &KeeperConfig) -> Option<()> {

@@ -35,7 +35,7 @@ impl WorkerExit {
     pub(super) fn of(status: i32, words: &[u8]) -> Self {
         if libc::WIFSIGNALED(status) {
             return match libc::WTERMSIG(status) {
-                libc::SIGABRT if said(words, NO_MEMORY) => Self::Memory,
+                libc::SIGABRT if contains(words, NO_MEMORY) => Self::Memory,
                 // A signal sent by another process is not preceded by output.
                 libc::SIGABRT if !words.is_empty() => Self::Aborted(shown(words)),
                 libc::SIGXCPU => Self::Time,
@@ -51,7 +51,7 @@ impl WorkerExit {
     }
 }
 
-fn said(words: &[u8], these: &[u8]) -> bool {
+fn contains(words: &[u8], these: &[u8]) -> bool {
     words.windows(these.len()).any(|part| part == these)
 }
 

@@ -70,7 +70,9 @@ impl Builtin<'_> {
             };
             let name = format!("{}:u", event.name());
             let row = ValidationRow::new(ValidationCheckKind::Counting, name, EXACT, "busy, CPL3");
-            let job = MeasurementJob::new("busy", ROUNDS).at(3).counter(select | USR);
+            let job = MeasurementJob::new("busy", ROUNDS)
+                .at_cpl(3)
+                .counter(select | USR);
             if !self.host.steps_user {
                 let why = "this KVM cannot single-step CPL 3";
                 rows.push(unbacked(guest, row, &job, why)?);

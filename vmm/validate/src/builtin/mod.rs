@@ -162,7 +162,7 @@ fn pace(
 ) -> Result<f64, MeasurementError> {
     let mut n = 500;
     loop {
-        let outcome = guest.measure(&MeasurementJob::new(work, n).at(cpl), None)?;
+        let outcome = guest.measure(&MeasurementJob::new(work, n).at_cpl(cpl), None)?;
         let used_ns = outcome.facts.first().map_or(0, |facts| facts.cpu_ns);
         let passed = outcome.cpus.first().map_or(0, |cpu| cpu.tsc) as f64 * 1e3 / tsc_hz as f64;
         // Use the minimum, because either time may include delays, such as the handshake with the
@@ -230,7 +230,7 @@ fn judged(
     expected: ExpectedCount,
     basis: &'static str,
 ) -> ValidationRow {
-    let row = row.judged(&evidence(outcome, cpu, counter, Some(expected)), basis);
+    let row = row.with_verdict(&evidence(outcome, cpu, counter, Some(expected)), basis);
     match outcome.host(cpu, &counter.name()) {
         Some(counter) => row.running_if_known(counter.running_ns, counter.enabled_ns),
         None => row,

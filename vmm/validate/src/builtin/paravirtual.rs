@@ -101,7 +101,7 @@ impl Builtin<'_> {
                 n = self.amount(guest, work, cpl, BUSY_MS)?;
             }
             let selector = select | u64::from(event.umask().0) << 8 | BOTH;
-            let job = MeasurementJob::new(work, n).at(cpl).counter(selector);
+            let job = MeasurementJob::new(work, n).at_cpl(cpl).counter(selector);
             rows.push(measure_row(|| {
                 let row =
                     ValidationRow::new(ValidationCheckKind::Counting, event.name(), "paravirtual", name);
@@ -124,7 +124,7 @@ impl Builtin<'_> {
         let of = |event: ParavirtualEvent| select | u64::from(event.umask().0) << 8 | BOTH;
         let n = self.amount(guest, "busy", 3, UNCOUNTED_MS)?;
         let job = MeasurementJob::new("busy", n)
-            .at(3)
+            .at_cpl(3)
             .counter(of(ParavirtualEvent::UncountedNs))
             .counter(of(ParavirtualEvent::Halts) | THRESHOLD);
         let outcome = guest.measure(&job, None)?;

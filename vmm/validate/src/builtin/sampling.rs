@@ -71,7 +71,7 @@ impl Builtin<'_> {
         let job = MeasurementJob {
             period,
             ..MeasurementJob::new("spin", n)
-                .at(3)
+                .at_cpl(3)
                 .counter(select | BOTH)
                 .counter(select | BOTH)
         };
@@ -122,7 +122,7 @@ impl Builtin<'_> {
             backing,
             "operator's samples",
         );
-        let job = MeasurementJob::new("spin", n).at(3).counter(select | BOTH);
+        let job = MeasurementJob::new("spin", n).at_cpl(3).counter(select | BOTH);
         let operator = OperatorEventConfig {
             events: "cycles",
             period: Some(period),
@@ -144,7 +144,7 @@ impl Builtin<'_> {
             host: Some(ExpectedCount::new(saw.samples.len() as u64 + saw.lost, number)),
             expected: (backing == "clock").then_some(ExpectedCount::new(ticks / period, number)),
         };
-        let mut rows = vec![row.judged(&seen, CPU_TIME)];
+        let mut rows = vec![row.with_verdict(&seen, CPU_TIME)];
         let hits = |name| {
             saw.samples
                 .iter()
@@ -182,7 +182,7 @@ fn interrupts(row: ValidationRow, outcome: &Measurement, period: u64) -> Validat
             .map(|overflows| ExpectedCount::new(overflows, NUMBER)),
         expected: Some(ExpectedCount::new(counted / period, NUMBER)),
     };
-    row.judged(&seen, "a second counter's count over the period")
+    row.with_verdict(&seen, "a second counter's count over the period")
 }
 
 /// Total number of PMIs of the VM, number of delayed PMIs, and their total delay in nanoseconds.
@@ -210,7 +210,7 @@ fn held_rows(backing: &'static str, before: PmiTotals, after: PmiTotals) -> [Val
     let row = |what: &str, seen, most, basis| {
         let row = ValidationRow::new(ValidationCheckKind::Sampling, "cycles", backing, what);
         let evidence = CountComparison::of_guest(Some(seen), ExpectedCount::new(most, Tolerance::AtMost));
-        row.judged(&evidence, basis)
+        row.with_verdict(&evidence, basis)
     };
     [
         row(
@@ -232,7 +232,7 @@ fn held_rows(backing: &'static str, before: PmiTotals, after: PmiTotals) -> [Val
 /// cause an "unknown reason" NMI message in a Linux guest.
 fn check_no_spurious(row: ValidationRow, spurious: u64) -> ValidationRow {
     let seen = CountComparison::of_guest(Some(spurious), ExpectedCount::new(0, Tolerance::Exact));
-    row.judged(&seen, "each PMI is for an overflow that its handler finds")
+    row.with_verdict(&seen, "each PMI is for an overflow that its handler finds")
 }
 
 /// Judges the share of one function in a profile. The function does `percent` percent of the work
@@ -243,7 +243,7 @@ pub(crate) fn share(row: ValidationRow, hits: u64, all: u64, percent: u64) -> Va
     }
     let (expected, basis) = expected_samples(all, percent);
     let seen = CountComparison::of_guest(Some(hits), expected);
-    row.judged(&seen, basis)
+    row.with_verdict(&seen, basis)
 }
 
 /// Guest functions by start address.

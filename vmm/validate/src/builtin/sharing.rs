@@ -128,7 +128,7 @@ impl Builtin<'_> {
         for turn in 0..TURNS {
             // Alternate two types of work, because otherwise all intervals would have equal counts.
             let work = if turn % 2 == 0 { "busy" } else { "chase" };
-            let mut job = MeasurementJob::new(work, n).at(3);
+            let mut job = MeasurementJob::new(work, n).at_cpl(3);
             for _ in 0..counters {
                 job = job.counter(select | BOTH);
             }
@@ -152,7 +152,9 @@ impl Builtin<'_> {
             ExpectedCount::new(turns.all, Tolerance::PercentAnd(0.0, worst.slack)),
         );
         let basis = "the sum over all turns; tolerance: the time not seen by what the turns' rates differ by, and that of counting";
-        let row = row.judged(&seen, basis).running(worst.running_ns, turns.now_ns);
+        let row = row
+            .with_verdict(&seen, basis)
+            .running(worst.running_ns, turns.now_ns);
         Ok(undecided_if_wide(row, worst.slack, turns.all))
     }
 
@@ -189,7 +191,7 @@ impl Builtin<'_> {
         let counters = u64::from(guest.hello.gp.min(8));
         // Use as many counters as the guest has, so that the operator's event does not fit on hosts
         // with few counters.
-        let mut job = MeasurementJob::new("busy", n).at(3);
+        let mut job = MeasurementJob::new("busy", n).at_cpl(3);
         for _ in 0..counters {
             job = job.counter(select | BOTH);
         }
@@ -226,7 +228,7 @@ impl Builtin<'_> {
         if seen.host.is_none() {
             return Ok(row.failed("the operator's event never got a turn"));
         }
-        let row = row.judged(&seen, CPU_TIME);
+        let row = row.with_verdict(&seen, CPU_TIME);
         Ok(row.running(reading.running_ns, reading.enabled_ns))
     }
 }
@@ -264,7 +266,7 @@ mod tests {
                 ExpectedCount::new(1000, Tolerance::PercentAnd(0.0, slack)),
             );
             let row = ValidationRow::new(ValidationCheckKind::Multiplexing, "cycles", "clock", "turns");
-            undecided_if_wide(row.judged(&seen, "time"), slack, 1000)
+            undecided_if_wide(row.with_verdict(&seen, "time"), slack, 1000)
         };
         assert_eq!(row(500).verdict, Verdict::Pass);
         assert_eq!(row(99).verdict, Verdict::Fail);

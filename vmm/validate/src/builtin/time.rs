@@ -131,7 +131,7 @@ impl Builtin<'_> {
             _ => format!("{work}, CPL{cpl}"),
         };
         let row = ValidationRow::new(ValidationCheckKind::Counting, event.name(), backing, name);
-        let job = MeasurementJob::new(work, n).at(cpl).counter(select | BOTH);
+        let job = MeasurementJob::new(work, n).at_cpl(cpl).counter(select | BOTH);
         let counter = GuestCounterId::General(0);
         self.referenced(guest, row, &job, (backing, event), (0, counter))
     }
@@ -177,7 +177,7 @@ impl Builtin<'_> {
                 let row = ValidationRow::new(ValidationCheckKind::Counting, name, backing, "busy, CPL3");
                 let job = MeasurementJob {
                     fixed_control: 3 << (4 * index),
-                    ..MeasurementJob::new("busy", n).at(3)
+                    ..MeasurementJob::new("busy", n).at_cpl(3)
                 };
                 let counter = GuestCounterId::Fixed(index);
                 self.referenced(guest, row, &job, (backing, event), (0, counter))
@@ -220,7 +220,7 @@ impl Builtin<'_> {
         let name = format!("busy, CPL{cpl}");
         let row = ValidationRow::new(ValidationCheckKind::Counting, "cycles:u", backing, name);
         let job = MeasurementJob::new("busy", n)
-            .at(cpl)
+            .at_cpl(cpl)
             .counter(select | USR)
             .counter(select | OS)
             .counter(select | BOTH);
@@ -239,7 +239,7 @@ impl Builtin<'_> {
         };
         let seen = evidence(&outcome, 0, GuestCounterId::General(0), Some(expected));
         let basis = "the level the work ran at, and a counter for both levels";
-        let row = row.judged(&seen, basis);
+        let row = row.with_verdict(&seen, basis);
         log::debug!("cycles:u {user}, cycles:k {kernel}, both {both}");
         // The sum of both levels must match the total, regardless of the split.
         if (user + kernel).abs_diff(*both) > both / 100 {
@@ -271,7 +271,7 @@ impl Builtin<'_> {
                 let row = ValidationRow::new(ValidationCheckKind::Counting, "cycles", backing, name);
                 let job = MeasurementJob {
                     cpus: 2,
-                    ..MeasurementJob::new("busy", n).at(3).counter(select | BOTH)
+                    ..MeasurementJob::new("busy", n).at_cpl(3).counter(select | BOTH)
                 };
                 let counter = GuestCounterId::General(0);
                 self.referenced(guest, row, &job, (backing, event), (cpu, counter))

@@ -51,7 +51,7 @@ impl ChildVm {
                 }
             }
         });
-        self.client = Some(Client::over(ours).unwrap());
+        self.client = Some(Client::from_stream(ours).unwrap());
         self
     }
 }

@@ -55,7 +55,7 @@ pub(crate) fn measuring(hello: &Value, results: &[(&str, Value)], host: Vec<u64>
 
 #[test]
 fn job_is_one_line_of_words() {
-    let job = MeasurementJob::new("busy", 5).at(3).counter(0x1003C);
+    let job = MeasurementJob::new("busy", 5).at_cpl(3).counter(0x1003C);
     assert_eq!(
         job.line(),
         "measure work=busy n=5 cpl=3 c=0x1003c f=0x0 period=0 cpus=1"

@@ -121,7 +121,7 @@ impl Linux<'_> {
             host: gate.host_exactly(0).or_else(own),
             expected,
         };
-        Ok(with_share(row.judged(&seen, basis), count))
+        Ok(with_share(row.with_verdict(&seen, basis), count))
     }
 
     fn idle(&self, guest: &mut LinuxGuest, backing: &'static str) -> Result<ValidationRow, MeasurementError> {
@@ -146,7 +146,7 @@ impl Linux<'_> {
             )),
         };
         let basis = "a tenth of the TSC ticks that passed";
-        Ok(with_share(row.judged(&seen, basis), count))
+        Ok(with_share(row.with_verdict(&seen, basis), count))
     }
 
     /// Measures events whose count over a program is known. `--backing clock` cannot count these
@@ -207,7 +207,7 @@ impl Linux<'_> {
                 host: done.gate.as_ref().and_then(|gate| gate.host_exactly(0)),
                 expected: known.map(|value| ExpectedCount::new(value, Tolerance::Percent(self.percent()))),
             };
-            rows.push(with_share(row.judged(&seen, KNOWN), Some(count)));
+            rows.push(with_share(row.with_verdict(&seen, KNOWN), Some(count)));
         }
         Ok(())
     }
@@ -245,7 +245,7 @@ impl Linux<'_> {
                     ExpectedCount::new(expected, Tolerance::PercentAnd(0.0, slack)),
                 );
                 let row = ValidationRow::new(ValidationCheckKind::Counting, event, backing, "busy loop");
-                let row = row.judged(&seen, basis);
+                let row = row.with_verdict(&seen, basis);
                 batch.push(with_share(row, of(&counted, event)));
             }
             Ok(batch)
@@ -286,7 +286,7 @@ impl Linux<'_> {
                         .map(|value| ExpectedCount::new(value, Tolerance::Percent(2.0 * self.percent())))),
                     expected,
                 };
-                batch.push(with_share(row.judged(&seen, HOST_CPU_TIME), count));
+                batch.push(with_share(row.with_verdict(&seen, HOST_CPU_TIME), count));
             }
             Ok(batch)
         })?);
@@ -351,7 +351,7 @@ impl Linux<'_> {
             ExpectedCount::new(expected, Tolerance::Percent(SCALED_PERCENT)),
         );
         let basis = "an event of the operator's on the vCPU that is on all the time";
-        Ok(with_share(row.judged(&seen, basis), worst))
+        Ok(with_share(row.with_verdict(&seen, basis), worst))
     }
 
     fn contended(
@@ -390,7 +390,7 @@ impl Linux<'_> {
                 ExpectedCount::new(self.host.ticks(gate.cpu_ns), Tolerance::Percent(self.percent()))
             }),
         };
-        Ok(with_share(row.judged(&seen, GUEST_CPU_TIME), count))
+        Ok(with_share(row.with_verdict(&seen, GUEST_CPU_TIME), count))
     }
 
     /// Single-steps the program of known length twice, with more iterations the second time. The
@@ -424,7 +424,7 @@ impl Linux<'_> {
             );
             let tolerance = Tolerance::Range(whole.saturating_sub(MISSED), whole);
             rows.push(with_share(
-                row.judged(&seen(value(&few), whole, tolerance), KNOWN),
+                row.with_verdict(&seen(value(&few), whole, tolerance), KNOWN),
                 of(&few, event),
             ));
             let row = ValidationRow::new(
@@ -438,7 +438,7 @@ impl Linux<'_> {
                 .map(|(many, few)| many.saturating_sub(few));
             let expected = each * (MORE_ROUNDS - ROUNDS);
             rows.push(with_share(
-                row.judged(&seen(more, expected, Tolerance::Exact), KNOWN),
+                row.with_verdict(&seen(more, expected, Tolerance::Exact), KNOWN),
                 of(&many, event),
             ));
         }

@@ -65,7 +65,7 @@ impl Linux<'_> {
             host: overflows.map(|value| ExpectedCount::new(value, tolerance)),
             expected: cycles.map(|cycles| ExpectedCount::new(cycles / period, tolerance)),
         };
-        let mut rows = vec![row.judged(
+        let mut rows = vec![row.with_verdict(
             &seen,
             "the operator's count of the vCPU's cycles, over the period",
         )];

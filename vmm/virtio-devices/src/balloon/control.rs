@@ -124,7 +124,7 @@ impl BalloonControl {
         if self.target_pages.swap(pages, Ordering::AcqRel) != pages
             && let Some(change) = &*lock(&self.change)
         {
-            change.tell();
+            change.notify();
         }
         Ok(())
     }

@@ -81,7 +81,7 @@ impl ConsolePort {
 
     /// Returns the eventfd that the device signals when the buffer has space again, after
     /// [`ConsolePort::send`] has rejected input.
-    pub fn room(&self) -> &EventFd {
+    pub fn space_event(&self) -> &EventFd {
         &self.room
     }
 
@@ -92,7 +92,7 @@ impl ConsolePort {
             && self.size.swap(packed, Ordering::AcqRel) != packed
             && let Some(change) = &*lock(&self.change)
         {
-            change.tell();
+            change.notify();
         }
     }
 

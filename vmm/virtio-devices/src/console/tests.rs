@@ -191,13 +191,13 @@ fn input_is_bounded_and_space_is_signalled_once() {
     let port = ConsolePort::new(None).unwrap();
     assert_eq!(port.send(&[b'x'; 10_000]), INPUT_BYTES);
     assert_eq!(port.send(b"y"), 0);
-    assert!(port.room().read().is_err());
+    assert!(port.space_event().read().is_err());
     let driver = Driver::new(&memory, 16);
     driver.write(0, &[Descriptor::new(BUFFERS, 16, WRITE, 0)]);
     let (mut queues, mut driver, _output) = queues(&memory, driver);
     driver.offer(0);
     queues.serve_input(&memory, &port).unwrap();
-    assert_eq!(port.room().read().unwrap(), 1);
+    assert_eq!(port.space_event().read().unwrap(), 1);
     assert_eq!(port.send(&[b'z'; 100]), 16);
 }
 

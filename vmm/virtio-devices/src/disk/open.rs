@@ -157,7 +157,7 @@ pub fn open_with_lock(path: &Path, read_only: bool, shared: bool) -> Result<Lock
 ///
 /// # Errors
 /// Returns a [`DiskOpenError`] if the file cannot be opened or has an unsupported type.
-pub fn look(path: &Path) -> Result<(File, u64), DiskOpenError> {
+pub fn open_unlocked(path: &Path) -> Result<(File, u64), DiskOpenError> {
     sized(path, unlocked(path, true)?)
 }
 

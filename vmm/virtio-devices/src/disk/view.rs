@@ -10,7 +10,7 @@ use std::os::unix::fs::FileExt;
 
 use super::config::{DiskConfig, DiskFormat};
 use super::image::DiskImageError;
-use super::open::look;
+use super::open::open_unlocked;
 use super::qcow2::Qcow2;
 
 /// A read-only view of a disk image that is not locked.
@@ -30,7 +30,7 @@ enum ViewStore {
 impl ViewStore {
     /// Opens the image without a lock. Returns the image and the size of the disk in bytes.
     fn open(config: &DiskConfig) -> Result<(Self, u64), DiskImageError> {
-        let (file, bytes) = look(&config.path)?;
+        let (file, bytes) = open_unlocked(&config.path)?;
         match config.format {
             DiskFormat::Raw => Ok((Self::Raw(file), bytes)),
             DiskFormat::Qcow2 => {
@@ -90,7 +90,7 @@ impl UnlockedDiskView {
         }
         match &*self.store.borrow() {
             ViewStore::Raw(file) => file.read_exact_at(to, at),
-            ViewStore::Qcow2(image) => image.look(to, at),
+            ViewStore::Qcow2(image) => image.peek(to, at),
         }
     }
 }

@@ -37,6 +37,6 @@ impl LinkStatus {
                 self.name
             );
         }
-        self.config_change.tell();
+        self.config_change.notify();
     }
 }

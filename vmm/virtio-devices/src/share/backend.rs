@@ -157,7 +157,7 @@ impl Backend {
     pub(super) fn first(&self) -> Result<BackendConnection, VhostUserBackendError> {
         let first = self.connect()?;
         if let Some(own) = &self.own {
-            own.keeper.serves();
+            own.keeper.report_ready();
         }
         Ok(first)
     }

@@ -31,7 +31,7 @@ const SERVES: u8 = b'S';
 /// The program that runs as the keeper.
 #[derive(Debug)]
 pub struct BackendKeeperCommand {
-    /// Command line of the keeper, a program that calls [`keep`].
+    /// Command line of the keeper, a program that calls [`run_keeper`].
     pub words: Vec<OsString>,
     /// Log file of the keeper, or `None` for the standard error of this process.
     pub log: Option<File>,
@@ -74,7 +74,7 @@ impl BackendKeeper {
 
     /// Reports to the keeper that the backend has answered. The keeper then discards what the
     /// backend prints when the VM ends.
-    pub(super) fn serves(&self) {
+    pub(super) fn report_ready(&self) {
         if let Some(mut lifeline) = self.lifeline.as_ref() {
             // The write fails only if the keeper has ended.
             let _ = lifeline.write_all(&[SERVES]);
@@ -97,7 +97,7 @@ impl Drop for BackendKeeper {
 ///
 /// # Errors
 /// Returns an error if standard output is not a socket.
-pub fn keep(command: &[OsString]) -> io::Result<()> {
+pub fn run_keeper(command: &[OsString]) -> io::Result<()> {
     let mut lifeline = UnixStream::from(io::stdout().as_fd().try_clone_to_owned()?);
     lifeline.set_read_timeout(Some(CHECK_INTERVAL))?;
     let (first_pause, longest_pause) = RESTART_DELAYS;
@@ -255,7 +255,7 @@ mod tests {
     }
 
     /// Returns the command line of a keeper process. The process runs the one test of this program
-    /// that calls `keep`.
+    /// that calls `run_keeper`.
     fn keeper() -> Vec<OsString> {
         let program = std::env::current_exe().unwrap().into_os_string();
         let words = [
@@ -275,8 +275,8 @@ mod tests {
     #[ignore = "a child of the test below"]
     fn as_a_child() {
         match std::env::var_os(COMMAND) {
-            Some(command) => keep(&["sh".into(), "-c".into(), command]).unwrap(),
-            None => keep(&["/does/not/exist".into()]).unwrap(),
+            Some(command) => run_keeper(&["sh".into(), "-c".into(), command]).unwrap(),
+            None => run_keeper(&["/does/not/exist".into()]).unwrap(),
         }
     }
 

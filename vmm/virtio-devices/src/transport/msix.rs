@@ -59,7 +59,7 @@ pub(super) struct MsixTable {
     entries: Vec<MsixEntry>,
     control: u16,
     /// `true` after a failure to connect an entry has been logged.
-    said: bool,
+    failure_logged: bool,
 }
 
 impl MsixTable {
@@ -77,7 +77,7 @@ impl MsixTable {
             first_line,
             entries: entries.collect::<io::Result<_>>()?,
             control: 0,
-            said: false,
+            failure_logged: false,
         })
     }
 
@@ -224,8 +224,8 @@ impl MsixTable {
                     let _ = entry.vector.write(1);
                 }
             }
-            Err(error) if !self.said => {
-                self.said = true;
+            Err(error) if !self.failure_logged => {
+                self.failure_logged = true;
                 log::error!("an interrupt cannot reach the guest: {}", error_line(&error));
             }
             Err(_) => {}

@@ -50,7 +50,7 @@ pub struct VsockQueues {
     /// a connection until the next tick.
     listening: bool,
     /// `true` after a shortage of file descriptors has been logged.
-    told: bool,
+    shortage_logged: bool,
     /// Buffer to which packet data is copied from guest memory, exactly once.
     buffer: Vec<u8>,
     /// `true` after a protocol violation by the driver has been logged.
@@ -80,7 +80,7 @@ impl VsockQueues {
             timer,
             ticking: false,
             listening: false,
-            told: false,
+            shortage_logged: false,
             buffer: vec![0; MAX_DATA],
             complained: false,
             broken: false,
@@ -242,7 +242,7 @@ impl VsockQueues {
     /// descriptor or memory for a new connection. Otherwise, the event loop would report the same
     /// connection indefinitely.
     fn wait_for_descriptors(&mut self, error: &io::Error, ops: &mut EventOps) {
-        if !std::mem::replace(&mut self.told, true) {
+        if !std::mem::replace(&mut self.shortage_logged, true) {
             guest_log!(
                 Warn,
                 "vsock: connections of host programs are delayed: {error}; raise the limit of open \

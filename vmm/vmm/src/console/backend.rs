@@ -54,7 +54,7 @@ fn remedy(error: &io::Error) -> &'static str {
 /// An open console, which connects a guest device to the target that the operator chose. Console
 /// output comes from the device. If the target has input, the device receives it.
 pub struct Console {
-    place: String,
+    location: String,
     kind: Kind,
 }
 
@@ -101,13 +101,16 @@ impl Console {
             }
             ConsoleTarget::None => Kind::None,
         };
-        Ok(Self { place, kind })
+        Ok(Self {
+            location: place,
+            kind,
+        })
     }
 
     /// Returns the target of the console in the syntax of the command line, for example
     /// `pty=/dev/pts/3`. Paths are absolute.
-    pub fn place(&self) -> &str {
-        &self.place
+    pub fn location(&self) -> &str {
+        &self.location
     }
 
     /// Returns whether the console uses the terminal from which Perfvisor was started.
@@ -176,7 +179,7 @@ impl Console {
                 let left = stream.finish(limit);
                 let lost = stream.lost_bytes();
                 if lost > 0 {
-                    log::info!("{}: {lost} bytes of output had no reader in time", self.place);
+                    log::info!("{}: {lost} bytes of output had no reader in time", self.location);
                 }
                 left
             }
@@ -247,7 +250,7 @@ mod tests {
         let path = dir.path().join("log");
         for part in ["one\n", "two\n"] {
             let console = Console::open(&ConsoleTarget::File(path.clone())).unwrap();
-            assert_eq!(console.place(), format!("file={}", path.display()));
+            assert_eq!(console.location(), format!("file={}", path.display()));
             console
                 .writer()
                 .write_all(part.repeat(40_000).as_bytes())

@@ -145,9 +145,9 @@ fn print_keys() {
 
 impl MutEventSubscriber for ConsoleInput {
     fn process(&mut self, events: Events, ops: &mut EventOps) {
-        if events.fd() == self.guest.room().as_raw_fd() {
+        if events.fd() == self.guest.space_event().as_raw_fd() {
             // Reset the eventfd. Its count is irrelevant.
-            let _ = self.guest.room().read();
+            let _ = self.guest.space_event().read();
         } else if events.fd() == self.fd() {
             self.read_source();
         }
@@ -156,7 +156,7 @@ impl MutEventSubscriber for ConsoleInput {
     }
 
     fn init(&mut self, ops: &mut EventOps) {
-        if let Err(e) = ops.add(Events::new(self.guest.room(), EventSet::IN)) {
+        if let Err(e) = ops.add(Events::new(self.guest.space_event(), EventSet::IN)) {
             log::warn!("cannot read the input of the guest console: {e}");
             return;
         }

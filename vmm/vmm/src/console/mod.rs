@@ -45,7 +45,7 @@ pub trait ConsoleInputSink: Send + Sync {
 
     /// Returns the eventfd that signals free space in the device's input buffer, after
     /// [`ConsoleInputSink::send`] did not accept all bytes.
-    fn room(&self) -> &EventFd;
+    fn space_event(&self) -> &EventFd;
 }
 
 /// Passes console input to the virtio console.
@@ -54,8 +54,8 @@ impl ConsoleInputSink for ConsolePort {
         ConsolePort::send(self, bytes)
     }
 
-    fn room(&self) -> &EventFd {
-        ConsolePort::room(self)
+    fn space_event(&self) -> &EventFd {
+        ConsolePort::space_event(self)
     }
 }
 

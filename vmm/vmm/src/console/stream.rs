@@ -363,8 +363,12 @@ impl MutEventSubscriber for StreamConsole {
         let fd = events.fd();
         if fd == self.backlog.wake.as_raw_fd() {
             let _ = self.backlog.wake.read();
-        } else if let Some(guest) = self.guest.as_ref().filter(|guest| fd == guest.room().as_raw_fd()) {
-            let _ = guest.room().read();
+        } else if let Some(guest) = self
+            .guest
+            .as_ref()
+            .filter(|guest| fd == guest.space_event().as_raw_fd())
+        {
+            let _ = guest.space_event().read();
         } else if self.peer.as_ref().is_some_and(|peer| fd == peer.fd()) {
             let set = events.event_set();
             self.read_in();
@@ -387,7 +391,7 @@ impl MutEventSubscriber for StreamConsole {
         let guest = self
             .guest
             .as_ref()
-            .map(|guest| Events::new(guest.room(), EventSet::IN));
+            .map(|guest| Events::new(guest.space_event(), EventSet::IN));
         let wake = Events::new(&self.backlog.wake, EventSet::IN);
         for events in guest.into_iter().chain([wake]) {
             if let Err(e) = ops.add(events) {
@@ -425,7 +429,7 @@ mod tests {
             count
         }
 
-        fn room(&self) -> &EventFd {
+        fn space_event(&self) -> &EventFd {
             &self.room
         }
     }
@@ -455,7 +459,7 @@ mod tests {
         let mut manager = EventManager::new().unwrap();
         let quit = EventFd::new(EFD_NONBLOCK).unwrap();
         manager.add_subscriber(console.subscriber(device.clone(), quit).unwrap());
-        let path = console.place().split_once('=').unwrap().1.into();
+        let path = console.location().split_once('=').unwrap().1.into();
         StreamConsoleTest {
             console,
             device,

@@ -121,7 +121,7 @@ impl GuestProcesses {
         let process = self
             .last
             .filter(|last| last.pid == pid)
-            .and_then(|last| last.again(layout, memory, tables, &mut budget))
+            .and_then(|last| last.reread(layout, memory, tables, &mut budget))
             .or_else(|| GuestProcess::find(layout, memory, tables, pid, &mut budget));
         self.last = process;
         let Some(process) = process else {

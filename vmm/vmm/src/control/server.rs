@@ -120,7 +120,7 @@ pub struct VmControlInterface {
     pub options: BTreeMap<String, String>,
     /// Number of requests for the guest's counters so far. Each request uses the next number as its
     /// generation.
-    pub looks: AtomicU64,
+    pub view_requests: AtomicU64,
 }
 
 impl VmControlInterface {
@@ -143,7 +143,7 @@ impl VmControlInterface {
                 VmRunState::Paused | VmRunState::Held => VmState::Paused,
                 VmRunState::Stopped => VmState::Stopped,
             },
-            threads: self.registry.taken().map(|slot| slot.thread()).collect(),
+            threads: self.registry.present_slots().map(|slot| slot.thread()).collect(),
             parked: u32::try_from(self.control.parked()).unwrap_or(u32::MAX),
             uptime_ms: u64::try_from(self.started.elapsed().as_millis()).unwrap_or(u64::MAX),
             role,
@@ -171,8 +171,8 @@ impl VmControlInterface {
     /// Asks every vCPU for the counter configuration of the guest. Returns the generation number
     /// with which [`Self::views`] returns the replies.
     pub fn request_views(&self) -> u64 {
-        let generation = self.looks.fetch_add(1, Ordering::Relaxed) + 1;
-        for slot in self.registry.taken() {
+        let generation = self.view_requests.fetch_add(1, Ordering::Relaxed) + 1;
+        for slot in self.registry.present_slots() {
             slot.request_queue().request_view(generation);
         }
         self.deliver();
@@ -184,7 +184,7 @@ impl VmControlInterface {
     pub fn views(&self, generation: u64) -> VmGuestCounters {
         let asked = || {
             self.registry
-                .taken()
+                .present_slots()
                 .filter(|slot| slot.request_queue().is_view_requested(generation))
         };
         let vcpus: Vec<_> = asked()
@@ -201,7 +201,7 @@ impl VmControlInterface {
     /// included.
     pub fn vcpu_counts(&self) -> Vec<VcpuCounts> {
         let present = self.registry.present();
-        let known = |slot: &&Arc<VcpuSlot>| present.has(slot.id()) || slot.stats().exits.get() > 0;
+        let known = |slot: &&Arc<VcpuSlot>| present.contains(slot.id()) || slot.stats().exits.get() > 0;
         let slots = self.registry.slots().iter().filter(known);
         let counts = slots.map(|slot| {
             let vcpu = u32::from(slot.id());
@@ -220,13 +220,13 @@ impl VmControlInterface {
             present: list(present),
             max: self.registry.max().into(),
             unnoticed: list(state.unnoticed),
-            asked_for: list(state.asked_for),
+            asked_for: list(state.ejecting),
             leaving: self
                 .registry
                 .plug()
-                .map_or_else(Vec::new, |_| list(present.without(state.shown))),
+                .map_or_else(Vec::new, |_| list(present.difference(state.present))),
             refused: state
-                .refused
+                .rejected
                 .iter()
                 .map(|&(vcpu, status)| VcpuRefusal {
                     vcpu: vcpu.into(),
@@ -411,7 +411,7 @@ impl ControlServer {
         access: ControlSocketAccess,
         ops: &mut EventOps,
     ) -> Result<(), (UnixStream, ConnectionRefusal)> {
-        match self.place(&stream, access, ops) {
+        match self.add_connection(&stream, access, ops) {
             Ok((uid, id)) => {
                 self.connections.insert(id, Connection::new(stream, uid, access));
                 Ok(())
@@ -421,7 +421,7 @@ impl ControlServer {
     }
 
     /// Assigns a slot to a new connection and adds it to the epoll set.
-    fn place(
+    fn add_connection(
         &mut self,
         stream: &UnixStream,
         access: ControlSocketAccess,

@@ -640,7 +640,7 @@ impl ControlClientEvents {
 }
 
 fn has(vcpus: VcpuSet, vcpu: u32) -> bool {
-    u8::try_from(vcpu).is_ok_and(|vcpu| vcpus.has(vcpu))
+    u8::try_from(vcpu).is_ok_and(|vcpu| vcpus.contains(vcpu))
 }
 
 /// Converts what an event counted on one vCPU to the form that clients receive.

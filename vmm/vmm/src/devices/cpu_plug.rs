@@ -55,7 +55,7 @@ pub struct VcpuSet(u64);
 
 impl VcpuSet {
     /// Returns the set of the vCPUs with numbers below `end`. A set contains at most 64 vCPUs.
-    pub fn below(end: u8) -> Self {
+    pub fn first(end: u8) -> Self {
         Self(1u64.checked_shl(end.into()).map_or(u64::MAX, |bit| bit - 1))
     }
 
@@ -76,7 +76,7 @@ impl VcpuSet {
     }
 
     /// Returns whether the set contains `vcpu`.
-    pub fn has(self, vcpu: u8) -> bool {
+    pub fn contains(self, vcpu: u8) -> bool {
         self.0 & Self::of(vcpu).0 != 0
     }
 
@@ -98,19 +98,19 @@ impl VcpuSet {
 
     /// Returns the vCPUs of this set that are not in `other`.
     #[must_use]
-    pub fn without(self, other: Self) -> Self {
+    pub fn difference(self, other: Self) -> Self {
         Self(self.0 & !other.0)
     }
 
     /// Returns the intersection with `other`.
     #[must_use]
-    pub fn within(self, other: Self) -> Self {
+    pub fn intersection(self, other: Self) -> Self {
         Self(self.0 & other.0)
     }
 
     /// Returns the vCPU numbers in ascending order.
     pub fn numbers(self) -> impl DoubleEndedIterator<Item = u8> {
-        (0..64).filter(move |vcpu| self.has(*vcpu))
+        (0..64).filter(move |vcpu| self.contains(*vcpu))
     }
 }
 
@@ -118,14 +118,14 @@ impl VcpuSet {
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct CpuPlugState {
     /// Processors that are present for the guest.
-    pub shown: VcpuSet,
+    pub present: VcpuSet,
     /// Processors that were inserted and not acknowledged by the guest yet.
     pub unnoticed: VcpuSet,
     /// Processors whose ejection was requested and is still pending.
-    pub asked_for: VcpuSet,
+    pub ejecting: VcpuSet,
     /// Processors whose insertion or ejection the guest has refused since the last request:
     /// processor number, and status that _OST reported.
-    pub refused: Vec<(u8, u32)>,
+    pub rejected: Vec<(u8, u32)>,
     /// Number of processors that the guest has ejected without a request.
     pub unrequested_ejections: u64,
     /// Number of attempts by the guest to eject processor 0 or an absent processor.
@@ -172,8 +172,8 @@ impl CpuHotplugDevice {
     pub fn new(shown: u8, max: u8) -> io::Result<Self> {
         Ok(Self {
             registers: Mutex::new(Registers {
-                all: VcpuSet::below(max),
-                shown: VcpuSet::below(shown),
+                all: VcpuSet::first(max),
+                shown: VcpuSet::first(shown),
                 ..Registers::default()
             }),
             interrupt: EventFd::new(EFD_NONBLOCK)?,
@@ -186,7 +186,7 @@ impl CpuHotplugDevice {
         let mut registers = self.lock();
         *registers = Registers {
             all: registers.all,
-            shown: VcpuSet::below(shown),
+            shown: VcpuSet::first(shown),
             ..Registers::default()
         };
     }
@@ -210,14 +210,14 @@ impl CpuHotplugDevice {
     /// machine.
     pub fn restore(&self, saved: &SavedCpuPlug) {
         let mut registers = self.lock();
-        let existing = |bits: u64| VcpuSet::from_bits(bits).within(registers.all);
+        let existing = |bits: u64| VcpuSet::from_bits(bits).intersection(registers.all);
         let shown = existing(saved.shown).with(VcpuSet::of(0));
         let restored = Registers {
             all: registers.all,
             shown,
-            come: existing(saved.inserted).within(shown),
-            called: existing(saved.called).within(shown),
-            asked_for: existing(saved.asked_for).within(shown),
+            come: existing(saved.inserted).intersection(shown),
+            called: existing(saved.called).intersection(shown),
+            asked_for: existing(saved.asked_for).intersection(shown),
             selector: saved.selector,
             event: saved.event,
             status: saved.status,
@@ -241,12 +241,12 @@ impl CpuHotplugDevice {
     /// already present.
     pub fn show(&self, vcpus: VcpuSet) {
         let mut registers = self.lock();
-        let vcpus = vcpus.within(registers.all).without(registers.shown);
+        let vcpus = vcpus.intersection(registers.all).difference(registers.shown);
         registers.shown = registers.shown.with(vcpus);
         registers.come = registers.come.with(vcpus);
-        registers.called = registers.called.without(vcpus);
-        registers.asked_for = registers.asked_for.without(vcpus);
-        registers.refused.retain(|(vcpu, _)| !vcpus.has(*vcpu));
+        registers.called = registers.called.difference(vcpus);
+        registers.asked_for = registers.asked_for.difference(vcpus);
+        registers.refused.retain(|(vcpu, _)| !vcpus.contains(*vcpu));
         drop(registers);
         self.call();
     }
@@ -255,10 +255,10 @@ impl CpuHotplugDevice {
     /// processors are withdrawn. Ignores processor 0.
     pub fn request_ejection(&self, vcpus: VcpuSet) {
         let mut registers = self.lock();
-        let vcpus = vcpus.within(registers.shown).without(VcpuSet::of(0));
+        let vcpus = vcpus.intersection(registers.shown).difference(VcpuSet::of(0));
         registers.called = vcpus;
         registers.asked_for = vcpus;
-        registers.refused.retain(|(vcpu, _)| !vcpus.has(*vcpu));
+        registers.refused.retain(|(vcpu, _)| !vcpus.contains(*vcpu));
         drop(registers);
         if !vcpus.is_empty() {
             self.call();
@@ -287,10 +287,10 @@ impl CpuHotplugDevice {
     pub fn state(&self) -> CpuPlugState {
         let registers = self.lock();
         CpuPlugState {
-            shown: registers.shown,
+            present: registers.shown,
             unnoticed: registers.come,
-            asked_for: registers.asked_for,
-            refused: registers.refused.clone(),
+            ejecting: registers.asked_for,
+            rejected: registers.refused.clone(),
             unrequested_ejections: registers.unrequested_ejections,
             ignored_ejections: registers.ignored_ejections,
         }
@@ -344,12 +344,12 @@ impl Registers {
     /// Returns the set that contains the selected processor. Empty if the guest has selected a
     /// number without a processor.
     fn selected(&self) -> VcpuSet {
-        VcpuSet::of(self.selector).within(self.all)
+        VcpuSet::of(self.selector).intersection(self.all)
     }
 
     fn state(&self) -> u8 {
         let one = self.selected();
-        let bit = |set: VcpuSet, bit: u8| if one.within(set).is_empty() { 0 } else { bit };
+        let bit = |set: VcpuSet, bit: u8| if one.intersection(set).is_empty() { 0 } else { bit };
         bit(self.shown, PRESENT) | bit(self.come, COME) | bit(self.called, ASKED_FOR)
     }
 
@@ -358,25 +358,25 @@ impl Registers {
     fn control(&mut self, value: u8) -> bool {
         let one = self.selected();
         if value & COME != 0 {
-            self.come = self.come.without(one);
+            self.come = self.come.difference(one);
         }
         if value & ASKED_FOR != 0 {
-            self.called = self.called.without(one);
+            self.called = self.called.difference(one);
         }
         if value & EJECT == 0 {
             return false;
         }
-        if one.within(self.shown).is_empty() || one == VcpuSet::of(0) {
+        if one.intersection(self.shown).is_empty() || one == VcpuSet::of(0) {
             self.ignored_ejections = self.ignored_ejections.saturating_add(1);
             return false;
         }
-        if one.within(self.asked_for).is_empty() {
+        if one.intersection(self.asked_for).is_empty() {
             self.unrequested_ejections = self.unrequested_ejections.saturating_add(1);
         }
-        self.shown = self.shown.without(one);
-        self.come = self.come.without(one);
-        self.called = self.called.without(one);
-        self.asked_for = self.asked_for.without(one);
+        self.shown = self.shown.difference(one);
+        self.come = self.come.difference(one);
+        self.called = self.called.difference(one);
+        self.asked_for = self.asked_for.difference(one);
         self.ejected = self.ejected.with(one);
         true
     }
@@ -386,16 +386,16 @@ impl Registers {
     fn report(&mut self) {
         let (vcpu, one) = (self.selector, self.selected());
         let status = u32::from_le_bytes(self.status);
-        if status == SUCCESS || one.within(self.shown).is_empty() {
+        if status == SUCCESS || one.intersection(self.shown).is_empty() {
             return;
         }
         match u32::from_le_bytes(self.event) {
             DEVICE_CHECK => {}
             EJECT_REQUEST | OWN_EJECTION
-                if status != EJECTION_GOES_ON && !one.within(self.asked_for).is_empty() =>
+                if status != EJECTION_GOES_ON && !one.intersection(self.asked_for).is_empty() =>
             {
-                self.asked_for = self.asked_for.without(one);
-                self.called = self.called.without(one);
+                self.asked_for = self.asked_for.difference(one);
+                self.called = self.called.difference(one);
             }
             _ => return,
         }
@@ -456,9 +456,9 @@ mod tests {
         assert_eq!(plug.interrupt().read().unwrap(), 1);
         assert_eq!(state_of(&plug, 2), PRESENT | ASKED_FOR);
         plug.write_byte(STATE, ASKED_FOR);
-        assert_eq!((state_of(&plug, 2), plug.state().asked_for), (PRESENT, set(&[2])));
+        assert_eq!((state_of(&plug, 2), plug.state().ejecting), (PRESENT, set(&[2])));
         report(&plug, 2, EJECT_REQUEST, EJECTION_GOES_ON);
-        assert_eq!(plug.state().asked_for, set(&[2]));
+        assert_eq!(plug.state().ejecting, set(&[2]));
         plug.write_byte(STATE, EJECT);
         assert_eq!(state_of(&plug, 2), 0);
         assert_eq!(plug.ejected().read().unwrap(), 1);
@@ -478,18 +478,18 @@ mod tests {
         plug.request_ejection(set(&[1, 2]));
         report(&plug, 2, EJECT_REQUEST, 0x82);
         let state = plug.state();
-        assert_eq!((state.asked_for, state.refused), (set(&[1]), vec![(2, 0x82)]));
+        assert_eq!((state.ejecting, state.rejected), (set(&[1]), vec![(2, 0x82)]));
         assert_eq!(state_of(&plug, 2), PRESENT);
         // A rejection without a request has no effect.
         report(&plug, 0, EJECT_REQUEST, 0x82);
         report(&plug, 63, DEVICE_CHECK, 1);
-        assert_eq!(plug.state().refused.len(), 1);
+        assert_eq!(plug.state().rejected.len(), 1);
         plug.request_ejection(set(&[2]));
         let state = plug.state();
-        assert_eq!((state.asked_for, state.refused), (set(&[2]), vec![]));
+        assert_eq!((state.ejecting, state.rejected), (set(&[2]), vec![]));
         plug.show(set(&[3]));
         report(&plug, 3, DEVICE_CHECK, 1);
-        assert_eq!(plug.state().refused, vec![(3, 1)]);
+        assert_eq!(plug.state().rejected, vec![(3, 1)]);
     }
 
     /// An ejection request that was withdrawn is no longer visible to the guest. The guest may
@@ -498,13 +498,9 @@ mod tests {
     fn cpu_plug_withdraws_ejection_request() {
         let plug = CpuHotplugDevice::new(2, 3).unwrap();
         plug.request_ejection(set(&[0, 1, 2]));
-        assert_eq!(
-            plug.state().asked_for,
-            set(&[1]),
-            "processor 0 stays, 2 is absent"
-        );
+        assert_eq!(plug.state().ejecting, set(&[1]), "processor 0 stays, 2 is absent");
         plug.request_ejection(set(&[]));
-        assert_eq!((state_of(&plug, 1), plug.state().asked_for), (PRESENT, set(&[])));
+        assert_eq!((state_of(&plug, 1), plug.state().ejecting), (PRESENT, set(&[])));
         plug.write_byte(STATE, EJECT);
         assert_eq!(plug.take_ejected(), set(&[1]));
         assert_eq!(plug.state().unrequested_ejections, 1);
@@ -524,10 +520,10 @@ mod tests {
             }
             let state = plug.state();
             let ejected = plug.take_ejected();
-            prop_assert!(state.shown.has(0) && state.shown.without(VcpuSet::below(3)).is_empty());
-            prop_assert_eq!(state.shown.with(ejected), VcpuSet::below(3));
-            prop_assert!(state.shown.within(ejected).is_empty());
-            prop_assert!(state.refused.len() <= 5);
+            prop_assert!(state.present.contains(0) && state.present.difference(VcpuSet::first(3)).is_empty());
+            prop_assert_eq!(state.present.with(ejected), VcpuSet::first(3));
+            prop_assert!(state.present.intersection(ejected).is_empty());
+            prop_assert!(state.rejected.len() <= 5);
             prop_assert_eq!(u64::from(ejected.len()), state.unrequested_ejections);
         }
     }

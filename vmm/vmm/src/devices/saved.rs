@@ -153,7 +153,7 @@ mod tests {
         assert_eq!(inb(&second, ports::FW_CFG_DATA), b'E');
         assert_eq!(inb(&second, ports::PM1A_EVENT + 1), 1, "power button");
         let state = second.cpu_plug().unwrap().state();
-        assert_eq!(state.shown, VcpuSet::below(3));
+        assert_eq!(state.present, VcpuSet::first(3));
         assert_eq!(state.unnoticed, VcpuSet::of(2));
     }
 

@@ -182,7 +182,7 @@ impl ConsoleInputSink for SerialPort {
     }
 
     /// Returns the eventfd that is written when the guest has read all input.
-    fn room(&self) -> &EventFd {
+    fn space_event(&self) -> &EventFd {
         &self.input_room
     }
 }
@@ -206,9 +206,9 @@ mod tests {
         assert_eq!(port.irq().read().unwrap(), 1);
         assert_eq!(port.read(5) & 1, 1);
         assert_eq!(port.read(0), b'a');
-        assert!(port.room().read().is_err(), "there is still a byte");
+        assert!(port.space_event().read().is_err(), "there is still a byte");
         assert_eq!(port.read(0), b'b');
-        assert_eq!(port.room().read().unwrap(), 1);
+        assert_eq!(port.space_event().read().unwrap(), 1);
         assert_eq!(port.read(5) & 1, 0);
     }
 

@@ -84,7 +84,7 @@ impl GdbTarget {
     }
 
     fn present(&self) -> Vec<u8> {
-        self.registry.taken().map(|slot| slot.id()).collect()
+        self.registry.present_slots().map(|slot| slot.id()).collect()
     }
 
     fn registers(&self, vcpu: u8) -> Option<VcpuRegisters> {
@@ -118,7 +118,7 @@ impl GdbTarget {
         let Some(debugger) = self.debugger() else {
             return Err(VcpuStopError::Ended);
         };
-        debugger.hold(&*self.control);
+        debugger.stop_vcpus(&*self.control);
         debugger.collect(&*self.control, || self.present(), STOP_TIMEOUT)?;
         let present = self.present();
         if !present.contains(&self.current) {
@@ -135,7 +135,7 @@ impl GdbTarget {
     pub fn stop_reason(&mut self) -> Result<MultiThreadStopReason<u64>, VcpuStopError> {
         self.stop()?;
         let stop = self.debugger().and_then(Debugger::take_stop);
-        let Some(DebugStop { vcpu, why }) = stop else {
+        let Some(DebugStop { vcpu, cause: why }) = stop else {
             return Ok(MultiThreadStopReason::SignalWithThread {
                 tid: tid(self.current),
                 signal: Signal::SIGINT,

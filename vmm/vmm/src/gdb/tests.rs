@@ -48,7 +48,7 @@ impl DebuggedVm {
     /// Connects a debugger, which stops the machine.
     fn attach(&self) -> Gdb {
         let mut gdb = Gdb(UnixStream::connect(&self.path).unwrap());
-        let said = gdb.ask("?");
+        let said = gdb.request("?");
         assert!(said.starts_with('T') || said.starts_with('S'), "{said}");
         assert_eq!(self.vm.control().state(), VmRunState::Held);
         gdb
@@ -63,7 +63,7 @@ impl DebuggedVm {
     }
 
     /// Waits until the guest has incremented its counter.
-    fn goes_on(&self) {
+    fn assert_running(&self) {
         let before = self.counter();
         while self.counter() == before {
             std::thread::sleep(Duration::from_millis(1));
@@ -89,7 +89,7 @@ impl Gdb {
     }
 
     /// Returns the contents of the next packet, with run-length encoding expanded.
-    fn hear(&mut self) -> String {
+    fn receive(&mut self) -> String {
         while self.byte() != b'$' {}
         let mut body = Vec::new();
         loop {
@@ -112,15 +112,15 @@ impl Gdb {
         String::from_utf8(body).unwrap()
     }
 
-    fn ask(&mut self, body: &str) -> String {
+    fn request(&mut self, body: &str) -> String {
         self.send(body);
-        self.hear()
+        self.receive()
     }
 
     /// Returns RIP of the vCPU that gdb has selected. In gdb's format, RIP follows 16 general
     /// registers.
     fn rip(&mut self) -> u64 {
-        let all = self.ask("g");
+        let all = self.request("g");
         let bytes: Vec<u8> = (0..8)
             .map(|n| u8::from_str_radix(&all[256 + 2 * n..258 + 2 * n], 16).unwrap())
             .collect();
@@ -133,14 +133,14 @@ impl Gdb {
 #[test]
 fn attach_stops_guest_and_lists_vcpus() {
     let Some(vm) = DebuggedVm::new() else { return };
-    vm.goes_on();
+    vm.assert_running();
     let mut gdb = vm.attach();
     let counted = vm.counter();
-    assert_eq!(gdb.ask(&format!("m{CODE:x},8")), "ff0500002000ebf8");
-    assert_eq!(gdb.ask("Hg1"), "OK");
+    assert_eq!(gdb.request(&format!("m{CODE:x},8")), "ff0500002000ebf8");
+    assert_eq!(gdb.request("Hg1"), "OK");
     let rip = gdb.rip();
     assert!(rip == CODE || rip == JUMP, "{rip:#x}");
-    let threads = gdb.ask("qfThreadInfo");
+    let threads = gdb.request("qfThreadInfo");
     assert!(threads.starts_with('m') && threads.contains(','), "{threads}");
     for (asked, what) in [
         ("T63", "a thread that is none"),
@@ -154,14 +154,14 @@ fn attach_stops_guest_and_lists_vcpus() {
         ("G00", "one byte of registers"),
         ("G", "no registers"),
     ] {
-        let said = gdb.ask(asked);
+        let said = gdb.request(asked);
         // An unsupported breakpoint type may be answered with an empty packet.
         let nothing = asked.starts_with(['Z', 'z']) && said.is_empty();
         assert!(said.starts_with('E') || nothing, "{what}: {said}");
     }
     assert_eq!(gdb.rip(), rip, "no register was set");
     // Only the part before the end of RAM is read.
-    assert_eq!(gdb.ask("m1fffffe,4").len(), 4);
+    assert_eq!(gdb.request("m1fffffe,4").len(), 4);
     assert_eq!(vm.counter(), counted, "it stood still all the while");
 }
 
@@ -170,20 +170,20 @@ fn attach_stops_guest_and_lists_vcpus() {
 fn guest_resumes_with_changed_registers() {
     let Some(vm) = DebuggedVm::new() else { return };
     let mut gdb = vm.attach();
-    assert_eq!(gdb.ask("Hg1"), "OK");
-    assert_eq!(gdb.ask(&format!("M{COUNTER:x},4:feffff7f")), "OK");
+    assert_eq!(gdb.request("Hg1"), "OK");
+    assert_eq!(gdb.request(&format!("M{COUNTER:x},4:feffff7f")), "OK");
     assert_eq!(vm.counter(), 0x7fff_fffe);
     // RBX is the second register, RIP the seventeenth.
-    let all = gdb.ask("g");
+    let all = gdb.request("g");
     let changed = format!("{}8877665544332211{}", &all[..16], &all[32..]);
-    assert_eq!(gdb.ask(&format!("G{changed}")), "OK");
-    assert_eq!(gdb.ask("g"), changed);
+    assert_eq!(gdb.request(&format!("G{changed}")), "OK");
+    assert_eq!(gdb.request("g"), changed);
     let before = gdb.rip();
     // One vCPU is stepped and the other stays stopped.
-    let said = gdb.ask("vCont;s:1");
+    let said = gdb.request("vCont;s:1");
     assert!(said.starts_with('T') || said.starts_with('S'), "{said}");
     assert_eq!(gdb.rip(), if before == CODE { JUMP } else { CODE });
-    let after = gdb.ask("g");
+    let after = gdb.request("g");
     assert_eq!(&after[16..32], "8877665544332211", "the guest has it");
     let steps = if before == CODE { 1 } else { 0 };
     assert_eq!(vm.counter(), 0x7fff_fffe + steps);
@@ -198,18 +198,18 @@ fn hardware_breakpoints_stop_guest_and_are_limited() {
     let free = vm.vm.free_breakpoints() as u64;
     for n in 0..free {
         assert_eq!(
-            gdb.ask(&format!("Z1,{:x},1", 0x30_0000 + n)),
+            gdb.request(&format!("Z1,{:x},1", 0x30_0000 + n)),
             "OK",
             "{n} of {free}"
         );
     }
-    let more = gdb.ask(&format!("Z1,{JUMP:x},1"));
+    let more = gdb.request(&format!("Z1,{JUMP:x},1"));
     assert!(more.starts_with('E'), "{more}");
-    assert_eq!(gdb.ask("z1,300000,1"), "OK");
-    assert_eq!(gdb.ask(&format!("Z1,{JUMP:x},1")), "OK");
+    assert_eq!(gdb.request("z1,300000,1"), "OK");
+    assert_eq!(gdb.request(&format!("Z1,{JUMP:x},1")), "OK");
     for _ in 0..3 {
         let counted = vm.counter();
-        let said = gdb.ask("vCont;c");
+        let said = gdb.request("vCont;c");
         assert!(said.starts_with('T'), "{said}");
         assert_eq!(gdb.rip(), JUMP);
         assert!(vm.counter() - counted <= 1, "each time round once");
@@ -228,22 +228,22 @@ fn detach_removes_breakpoints() {
     type Leave = fn(Gdb, u64);
     let ways: [Leave; 3] = [
         |mut gdb, place| {
-            assert_eq!(gdb.ask(&format!("z0,{place:x},1")), "OK");
-            assert_eq!(gdb.ask("D"), "OK");
+            assert_eq!(gdb.request(&format!("z0,{place:x},1")), "OK");
+            assert_eq!(gdb.request("D"), "OK");
         },
-        |mut gdb, _| assert_eq!(gdb.ask("D"), "OK"),
+        |mut gdb, _| assert_eq!(gdb.request("D"), "OK"),
         |gdb, _| drop(gdb),
     ];
     for leave in ways {
         let mut gdb = vm.attach();
-        let said = gdb.ask(&format!("m{place:x},1"));
+        let said = gdb.request(&format!("m{place:x},1"));
         for _ in 0..2 {
-            assert_eq!(gdb.ask(&format!("Z0,{place:x},1")), "OK");
+            assert_eq!(gdb.request(&format!("Z0,{place:x},1")), "OK");
         }
         assert_eq!(there(&vm), 0xCC);
-        assert_eq!(gdb.ask(&format!("m{place:x},1")), said);
+        assert_eq!(gdb.request(&format!("m{place:x},1")), said);
         leave(gdb, place);
-        vm.goes_on();
+        vm.assert_running();
         assert_eq!((there(&vm), vm.code()), (original, COUNTS));
         assert_eq!(vm.vm.control().state(), VmRunState::Running);
     }
@@ -256,12 +256,12 @@ fn interrupt_stops_and_kill_ends_guest() {
     let Some(vm) = DebuggedVm::new() else { return };
     let mut gdb = vm.attach();
     gdb.send("vCont;c");
-    vm.goes_on();
+    vm.assert_running();
     gdb.0.write_all(&[3]).unwrap();
-    let said = gdb.hear();
+    let said = gdb.receive();
     assert!(said.starts_with("T02") || said.starts_with("S02"), "{said}");
     let counted = vm.counter();
-    assert_eq!(gdb.ask("m200000,4").len(), 8);
+    assert_eq!(gdb.request("m200000,4").len(), 8);
     assert_eq!(vm.counter(), counted);
     gdb.send("k");
     while vm.vm.control().reason().is_none() {
@@ -311,10 +311,10 @@ fn arbitrary_packets_leave_guest_unchanged() {
             gdb.send(&format!("{kind}{comma}{address:x},{length:x}"));
         }
         drop(gdb);
-        vm.goes_on();
+        vm.assert_running();
         prop_assert_eq!(vm.code(), COUNTS);
         Ok(())
     });
     ran.unwrap();
-    assert_eq!(vm.attach().ask(&format!("m{CODE:x},2")), "ff05");
+    assert_eq!(vm.attach().request(&format!("m{CODE:x},2")), "ff05");
 }

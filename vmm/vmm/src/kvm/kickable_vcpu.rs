@@ -102,7 +102,7 @@ impl InternalErrorExit {
 #[derive(Debug)]
 pub struct RunResult<'v> {
     /// Exit reason of the vCPU, or the error of KVM_RUN.
-    pub why: Result<VcpuExit<'v>, KvmIoctlError>,
+    pub exit: Result<VcpuExit<'v>, KvmIoctlError>,
     /// Size in bytes of one access, at a port I/O exit. An exit for a string instruction has
     /// several accesses in one buffer.
     pub io_width: usize,
@@ -159,7 +159,7 @@ impl KickableVcpu {
         // of the exit and never this byte.
         let io_width = unsafe { (&raw const (*page).__bindgen_anon_1.io.size).read() };
         RunResult {
-            why,
+            exit: why,
             io_width: io_width.into(),
         }
     }

@@ -34,10 +34,10 @@ impl std::fmt::Display for HostMemoryLimit {
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct HostMemoryLimits {
     /// Lowest limit on memory and swap that a control group of the process imposes.
-    pub most: Option<HostMemoryLimit>,
+    pub limit: Option<HostMemoryLimit>,
     /// Smallest amount of memory that is still available, on the host or in a control group of the
     /// process.
-    pub left: Option<HostMemoryLimit>,
+    pub available: Option<HostMemoryLimit>,
 }
 
 /// Returns the current memory limits of this process, and the memory that is still available.
@@ -54,7 +54,7 @@ pub fn limits() -> HostMemoryLimits {
 fn limits_of(mountinfo: &str, groups: &str, meminfo: &str) -> HostMemoryLimits {
     let mut limits = HostMemoryLimits::default();
     if let Some(bytes) = meminfo_bytes(meminfo, "MemAvailable:") {
-        limits.left = Some(HostMemoryLimit { bytes, group: None });
+        limits.available = Some(HostMemoryLimit { bytes, group: None });
     }
     for line in groups.lines() {
         // ID:CONTROLLERS:PATH, with no controllers for v2.
@@ -204,7 +204,7 @@ impl HostMemoryLimits {
             name => number(&group.join(name)),
         };
         if let Some(swap) = swap {
-            least(&mut self.most, of_group(limit.saturating_add(swap)));
+            least(&mut self.limit, of_group(limit.saturating_add(swap)));
         }
         let used = number(&group.join(names.used)).unwrap_or(0);
         let stat = fs::read_to_string(group.join("memory.stat")).unwrap_or_default();
@@ -215,7 +215,7 @@ impl HostMemoryLimits {
         // Inactive page cache counts as available, because the kernel reclaims it before an
         // allocation fails.
         let used = used.saturating_sub(inactive);
-        least(&mut self.left, of_group(limit.saturating_sub(used)));
+        least(&mut self.available, of_group(limit.saturating_sub(used)));
     }
 }
 
@@ -276,9 +276,9 @@ mod tests {
     fn host_memory_limits_without_cgroups() {
         let dir = tempfile::tempdir().unwrap();
         let limits = limits_of(&v2(dir.path()), "0::/\n", MEMINFO);
-        assert_eq!(limits.most, None);
+        assert_eq!(limits.limit, None);
         assert_eq!(
-            limits.left,
+            limits.available,
             Some(HostMemoryLimit {
                 bytes: 1 << 30,
                 group: None
@@ -317,7 +317,7 @@ mod tests {
                 group: Some(above.clone()),
             })
         };
-        assert_eq!((limits.most, limits.left), (of(512 << 20), of(236_870_912)));
+        assert_eq!((limits.limit, limits.available), (of(512 << 20), of(236_870_912)));
     }
 
     #[test]
@@ -337,7 +337,7 @@ mod tests {
         );
         for groups in ["5:cpu:/\n4:memory:/docker/abc\n", "4:memory,hugetlb:/none\n"] {
             let limits = limits_of(&mounts(&[(CgroupVersion::V1, "/", &memory)]), groups, MEMINFO);
-            assert_eq!(limits.left.unwrap().bytes, 100_000_000, "{groups}");
+            assert_eq!(limits.available.unwrap().bytes, 100_000_000, "{groups}");
         }
     }
 
@@ -360,7 +360,7 @@ mod tests {
             (CgroupVersion::V1, "/", &memory),
         ]);
         let limits = limits_of(&both, "4:memory:/vms\n1:name=systemd:/vms\n0::/vms\n", MEMINFO);
-        let left = limits.left.unwrap();
+        let left = limits.available.unwrap();
         assert_eq!((left.bytes, left.group), (100_000_000, Some(memory.join("vms"))));
     }
 
@@ -379,11 +379,11 @@ mod tests {
             (CgroupVersion::V2, "/else", &others),
             (CgroupVersion::V2, "/vms", &ours),
         ]);
-        let left = limits_of(&both, "0::/vms/one\n", MEMINFO).left.unwrap();
+        let left = limits_of(&both, "0::/vms/one\n", MEMINFO).available.unwrap();
         assert_eq!((left.bytes, left.group), (100 << 20, Some(ours.join("one"))));
         // A process in a control group namespace sees its own group as the root.
         let named = mounts(&[(CgroupVersion::V2, "/vms", &ours.join("one"))]);
-        let left = limits_of(&named, "0::/\n", MEMINFO).left.unwrap();
+        let left = limits_of(&named, "0::/\n", MEMINFO).available.unwrap();
         assert_eq!(left.bytes, 100 << 20);
     }
 }

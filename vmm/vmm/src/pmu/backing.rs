@@ -197,7 +197,7 @@ pub fn sources(
     sources_of(
         policy,
         probe.hardware_pmu.then_some(host),
-        opened(probe),
+        generic_events(probe),
         statistic,
     )
 }
@@ -216,7 +216,7 @@ pub(super) fn sources_of(
 }
 
 /// Returns the architectural events that the host's kernel can open as generic events.
-pub(super) fn opened(probe: &HostPerfCapabilities) -> ArchEventSet {
+pub(super) fn generic_events(probe: &HostPerfCapabilities) -> ArchEventSet {
     let opens = |event: &ArchEvent| {
         let generic = probe.generic.iter().find(|generic| generic.name == event.name());
         probe.hardware_pmu && generic.is_some_and(|generic| generic.opens)
@@ -237,13 +237,13 @@ fn statistic_of(event: ParavirtualEvent) -> Option<&'static str> {
 
 /// Returns the architectural events of vendor `model` that can be counted under `policy` on this
 /// host. `host` is the vendor of the host's processor.
-pub fn backability(
+pub fn countable_events(
     policy: CounterBackingPolicy,
     probe: &HostPerfCapabilities,
     model: Vendor,
     host: Vendor,
 ) -> ArchEventSet {
-    sources(policy, probe, host, |_| None).backability(model)
+    sources(policy, probe, host, |_| None).available_events(model)
 }
 
 #[cfg(test)]
@@ -274,7 +274,7 @@ mod tests {
     fn host_without_pmu_counts_only_by_clock() {
         let probe = no_pmu();
         assert_eq!(
-            backability(CounterBackingPolicy::Auto, &probe, Vendor::Intel, Vendor::Amd),
+            countable_events(CounterBackingPolicy::Auto, &probe, Vendor::Intel, Vendor::Amd),
             ArchEventSet::CLOCK
         );
         assert!(check_policy(CounterBackingPolicy::Auto, &probe).is_ok());
@@ -309,20 +309,23 @@ mod tests {
             .into(),
             ..no_pmu()
         };
-        let of = |host| backability(CounterBackingPolicy::Auto, &probe, Vendor::Intel, host);
+        let of = |host| countable_events(CounterBackingPolicy::Auto, &probe, Vendor::Intel, host);
         for event in [ArchEvent::CacheReferences, ArchEvent::CacheMisses] {
             assert!(
-                of(Vendor::Intel).has(event) && !of(Vendor::Amd).has(event),
+                of(Vendor::Intel).contains(event) && !of(Vendor::Amd).contains(event),
                 "{event:?}"
             );
         }
-        assert!(of(Vendor::Amd).has(ArchEvent::BranchMisses));
+        assert!(of(Vendor::Amd).contains(ArchEvent::BranchMisses));
         // An Intel guest counts bus cycles with the clock; an AMD guest uses the host's event.
-        assert!(of(Vendor::Amd).has(ArchEvent::BusCycles) && of(Vendor::Intel).has(ArchEvent::BusCycles));
-        let hardware = |host| backability(CounterBackingPolicy::Hardware, &probe, Vendor::Intel, host);
         assert!(
-            hardware(Vendor::Intel).has(ArchEvent::BusCycles)
-                && !hardware(Vendor::Amd).has(ArchEvent::BusCycles)
+            of(Vendor::Amd).contains(ArchEvent::BusCycles)
+                && of(Vendor::Intel).contains(ArchEvent::BusCycles)
+        );
+        let hardware = |host| countable_events(CounterBackingPolicy::Hardware, &probe, Vendor::Intel, host);
+        assert!(
+            hardware(Vendor::Intel).contains(ArchEvent::BusCycles)
+                && !hardware(Vendor::Amd).contains(ArchEvent::BusCycles)
         );
     }
 
@@ -336,7 +339,7 @@ mod tests {
             no_slots_because: Some(MEDIATED_NEIGHBOUR.to_owned()),
             ..no_pmu()
         };
-        let auto = backability(CounterBackingPolicy::Auto, &probe, Vendor::Intel, Vendor::Intel);
+        let auto = countable_events(CounterBackingPolicy::Auto, &probe, Vendor::Intel, Vendor::Intel);
         assert_eq!(auto, ArchEventSet::CLOCK);
         let hardware = check_policy(CounterBackingPolicy::Hardware, &probe).unwrap_err();
         let auto = clock_fallback(CounterBackingPolicy::Auto, &probe).unwrap();
@@ -383,7 +386,7 @@ mod tests {
         for policy in [CounterBackingPolicy::Auto, CounterBackingPolicy::Clock] {
             assert!(check_policy(policy, &probe).is_ok());
             assert_eq!(
-                backability(policy, &probe, Vendor::Amd, Vendor::Amd),
+                countable_events(policy, &probe, Vendor::Amd, Vendor::Amd),
                 ArchEventSet::CLOCK
             );
         }

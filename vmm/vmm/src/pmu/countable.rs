@@ -70,7 +70,7 @@ impl CountableKernelEvents {
 
     /// Removes the events that `filter` denies.
     #[must_use]
-    pub fn within(self, filter: Arc<EventFilter>) -> Self {
+    pub fn with_filter(self, filter: Arc<EventFilter>) -> Self {
         Self { filter, ..self }
     }
 
@@ -103,7 +103,7 @@ impl KernelEventSupport for CountableKernelEvents {
             return false;
         }
         let mut ways = self.sources.of_request(&request);
-        ways.any(|way| way.known || self.host_supports(event))
+        ways.any(|way| way.is_known || self.host_supports(event))
     }
 
     /// Returns whether top-down events can be counted, which requires a host PMU of the same
@@ -117,11 +117,11 @@ impl KernelEventSupport for CountableKernelEvents {
     /// Returns the names of the default events of `perf stat` that the guest cannot count. For an
     /// AMD model, reference cycles are not included, because processors before Zen 4 have no such
     /// event.
-    fn missing(&self) -> Vec<&'static str> {
+    fn missing_events(&self) -> Vec<&'static str> {
         let asked = PERF_STAT_EVENTS.into_iter();
         let asked = asked.filter(|event| self.vendor == Vendor::Intel || *event != ArchEvent::RefCycles);
         asked
-            .filter(|event| !self.backability.has(*event))
+            .filter(|event| !self.backability.contains(*event))
             .map(ArchEvent::name)
             .collect()
     }
@@ -164,7 +164,7 @@ mod tests {
         event: KernelTableEvent,
         config: u64,
     ) -> bool {
-        let backability = crate::pmu::backing::backability(policy, probe, Vendor::Amd, Vendor::Amd);
+        let backability = crate::pmu::backing::countable_events(policy, probe, Vendor::Amd, Vendor::Amd);
         CountableKernelEvents::new(&amd(), Vendor::Amd, policy, backability, probe.clone())
             .can_count(event, config)
     }
@@ -253,7 +253,7 @@ mod tests {
         let countable = |filter| {
             let all =
                 CountableKernelEvents::new(&amd(), Vendor::Amd, policy, ArchEventSet::ALL, some.clone());
-            all.within(Arc::new(filter))
+            all.with_filter(Arc::new(filter))
         };
         let open = countable(EventFilter::allow_all());
         let tenant = countable(EventFilter::architectural(Vendor::Amd));
@@ -279,7 +279,8 @@ mod tests {
             });
             let model = PmuModel::new(generation, numbers, None).unwrap();
             let policy = CounterBackingPolicy::Clock;
-            let backability = crate::pmu::backing::backability(policy, &none, Vendor::Intel, Vendor::Intel);
+            let backability =
+                crate::pmu::backing::countable_events(policy, &none, Vendor::Intel, Vendor::Intel);
             let countable =
                 CountableKernelEvents::new(&model, Vendor::Intel, policy, backability, none.clone());
             let of = |number, config| countable.can_count(KernelTableEvent::Hardware(number), config);
@@ -352,7 +353,7 @@ mod tests {
                 .iter()
                 .flat_map(|host| policies.map(|policy| (host, policy)))
             {
-                let backability = crate::pmu::backing::backability(policy, host, vendor, vendor);
+                let backability = crate::pmu::backing::countable_events(policy, host, vendor, vendor);
                 let countable = CountableKernelEvents::new(&model, vendor, policy, backability, host.clone());
                 let uses_host = host.hardware_pmu
                     && matches!(
@@ -392,7 +393,7 @@ mod tests {
             none,
         );
         assert_eq!(
-            clock.missing(),
+            clock.missing_events(),
             [
                 "instructions",
                 "cache-references",

@@ -51,7 +51,7 @@ pub fn fit(
     let holds = |model: &PmuModel| {
         probe
             .counters
-            .hold(model.general() as usize, &fixed_events(model, probe))
+            .can_schedule(model.general() as usize, &fixed_events(model, probe))
     };
     let lowered = model.lowered(holds);
     let given = if asked { model } else { lowered };

@@ -95,7 +95,7 @@ impl KernelReader {
         anchors: &KernelAnchorRegisters,
     ) -> Result<FoundKernel, GuestKernelReadError> {
         let mut worker = self.workers.begin()?;
-        let found = search::ask(worker.socket(), memory, regs, anchors, Instant::now() + TIMEOUT);
+        let found = search::search_kernel(worker.socket(), memory, regs, anchors, Instant::now() + TIMEOUT);
         let ended = worker.end().map_err(GuestKernelReadError::NoKeeper)?;
         match found {
             Err(KernelSearchRequestError::Lost(_)) => Err(GuestKernelReadError::WorkerExit(ended)),

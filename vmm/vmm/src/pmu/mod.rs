@@ -126,7 +126,7 @@ impl VmPmu {
             vmm_pmu,
             kvm,
             hardware,
-            opens: backing::opened(probe),
+            opens: backing::generic_events(probe),
             probe: guest,
             own: None,
         }
@@ -620,7 +620,7 @@ impl VcpuPmu {
         for counter in counters {
             self.vpmu.overflowed(counter, &mut attached.events);
         }
-        self.samples.held(began);
+        self.samples.end_overflow(began);
         used_system
     }
 

@@ -155,7 +155,7 @@ impl VmPmu {
                 backing: CounterBacking::Hardware,
                 ty: EventType::HARDWARE,
                 config: number,
-                known: false,
+                is_known: false,
             }),
         }
     }

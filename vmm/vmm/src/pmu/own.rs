@@ -114,7 +114,7 @@ impl CounterEvents for KvmCounterEvents {
 
     fn pause(&mut self, _: u64, _: &mut dyn FnMut(CounterIndex, u64)) {}
 
-    fn go_on(&mut self, _: u64, _: &mut dyn FnMut(CounterIndex, u64) -> Option<u64>) -> u64 {
+    fn resume(&mut self, _: u64, _: &mut dyn FnMut(CounterIndex, u64) -> Option<u64>) -> u64 {
         0
     }
 
@@ -130,7 +130,7 @@ impl CounterEvents for KvmCounterEvents {
         false
     }
 
-    fn lost(&mut self, _: CounterIndex) -> Option<CounterEventLoss> {
+    fn event_loss(&mut self, _: CounterIndex) -> Option<CounterEventLoss> {
         None
     }
 

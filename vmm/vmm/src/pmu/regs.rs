@@ -146,7 +146,7 @@ impl GuestSamplingContext {
     }
 
     /// Discards what is known about the guest's kernel, because a different guest is started.
-    pub fn forget(&self) {
+    pub fn clear_kernel(&self) {
         let mut search = self.search();
         if !matches!(*search, KernelSearch::Over(_)) {
             *search = KernelSearch::NotYet;
@@ -201,7 +201,7 @@ impl GuestSamplingContext {
         let probe = self.clone();
         let builder = std::thread::Builder::new().name("find-kernel".into());
         let spawned = sandbox::spawn(SandboxedThreadKind::Profiler, builder, move || {
-            probe.look(|memory| {
+            probe.run_search(|memory| {
                 sandbox::fault_point(SandboxedThreadKind::Profiler);
                 let (regs, anchors) = regs.as_ref().ok_or(KernelSearchError::NoRegisters)?;
                 let reader = probe.reader.as_ref().ok_or(KernelSearchError::NoReader)?;
@@ -215,7 +215,7 @@ impl GuestSamplingContext {
 
     /// Runs the search `read` and stores its result. A panic counts as a failure, after which a new
     /// search may start.
-    fn look(&self, read: impl FnOnce(&GuestMemoryMmap) -> Result<FoundKernel, KernelSearchError>) {
+    fn run_search(&self, read: impl FnOnce(&GuestMemoryMmap) -> Result<FoundKernel, KernelSearchError>) {
         let found = panic::catch_unwind(AssertUnwindSafe(|| read(&self.memory)));
         self.end_search(found.unwrap_or(Err(KernelSearchError::Panicked)));
     }
@@ -279,7 +279,7 @@ pub struct VcpuSampleCache {
     /// while the kernel runs.
     per_cpu_base: Option<u64>,
     /// Mappings that samples have already reported to their readers.
-    told: SampleMappingReporter,
+    reported_mappings: SampleMappingReporter,
     /// Buffer for the raw data of a sample.
     raw: Box<[u8; RAW_BYTES + mappings::MAX_BYTES]>,
     /// Buffer for the user stack of a sample; empty until a sample needs it.
@@ -292,7 +292,7 @@ pub struct VcpuSampleCache {
     pub(super) branches: BranchStackCollector,
     /// Time that single-stepping took for the branch stack of the sample, in nanoseconds.
     burst_ns: u32,
-    /// `true` if a sample was taken since the last [`VcpuSampleCache::held`].
+    /// `true` if a sample was taken since the last [`VcpuSampleCache::end_overflow`].
     taken: bool,
     /// Number of samples that were taken on this vCPU so far.
     samples: u32,
@@ -319,7 +319,7 @@ impl VcpuSampleCache {
     /// Ends the handling of overflows that began at `began`. Stores the duration if a sample was
     /// taken and `began` is not `None`.
     #[inline]
-    pub fn held(&mut self, began: Option<Instant>) {
+    pub fn end_overflow(&mut self, began: Option<Instant>) {
         if std::mem::take(&mut self.taken) {
             self.samples = self.samples.wrapping_add(1);
             let service_ns = began.map_or(0, |began| {
@@ -334,7 +334,7 @@ impl Default for VcpuSampleCache {
     fn default() -> Self {
         Self {
             per_cpu_base: None,
-            told: SampleMappingReporter::new(),
+            reported_mappings: SampleMappingReporter::new(),
             raw: Box::new([0; RAW_BYTES + mappings::MAX_BYTES]),
             stack: Vec::new(),
             user_regs: [0; REGS_USER_LEN],
@@ -506,7 +506,7 @@ impl<'a> VcpuSampleRegs<'a> {
         let mut reader = TaskReader::new(layout, &self.guest.memory, &self.known.regs)?;
         let task = reader.current(base, &mut budget)?;
         if task.mm != 0 {
-            *told = memory.told.report(
+            *told = memory.reported_mappings.report(
                 &mut reader,
                 (task.pid, task.mm),
                 &self.user_frames,
@@ -579,7 +579,7 @@ impl SampleRegs for VcpuSampleRegs<'_> {
             &UnwindLimits::default(),
             out,
         );
-        self.ends = chain.ends();
+        self.ends = chain.stop_reasons();
         self.chain = Some(chain);
         self.keep_user_frames(&out[..chain.len]);
         chain.len
@@ -723,13 +723,13 @@ mod tests {
         assert!(probe.begin_search());
         assert!(!probe.begin_search(), "one at a time");
         assert_eq!(probe.search_progress(), KernelSearchProgress::Running);
-        probe.look(|_| panic!("a table that nobody thought of"));
+        probe.run_search(|_| panic!("a table that nobody thought of"));
         let why = failure(&probe);
         assert!(why.contains("internal error"), "{why}");
         assert!(probe.kernel().is_none());
         std::thread::sleep(MIN_SEARCH_INTERVAL);
         assert!(probe.begin_search(), "it is looked for again");
-        probe.look(|_| Err(KernelSearchError::NoRegisters));
+        probe.run_search(|_| Err(KernelSearchError::NoRegisters));
         failure(&probe);
     }
 
@@ -741,7 +741,7 @@ mod tests {
         let probe = GuestSamplingContext::new(memory, None);
         assert!(probe.begin_search());
         let gone = std::io::ErrorKind::BrokenPipe;
-        probe.look(|_| Err(GuestKernelReadError::NoKeeper(gone.into()).into()));
+        probe.run_search(|_| Err(GuestKernelReadError::NoKeeper(gone.into()).into()));
         let told = |probe: &GuestSamplingContext| {
             let why = failure(probe);
             assert!(why.contains("until the VM is restarted"), "{why}");
@@ -749,7 +749,7 @@ mod tests {
         told(&probe);
         std::thread::sleep(MIN_SEARCH_INTERVAL);
         assert!(!probe.begin_search());
-        probe.forget();
+        probe.clear_kernel();
         assert!(!probe.begin_search());
         told(&probe);
     }
@@ -763,7 +763,7 @@ mod tests {
             let began = memory.begin();
             memory.taken = true;
             std::thread::sleep(Duration::from_nanos(1));
-            memory.held(began);
+            memory.end_overflow(began);
             if memory.held_ns > 0 {
                 measured.push(n);
             }
@@ -773,7 +773,7 @@ mod tests {
         // A timer signal that arrives early takes no sample, so no cost is recorded.
         memory.held_ns = 7;
         let began = memory.begin();
-        memory.held(began);
+        memory.end_overflow(began);
         assert_eq!((memory.held_ns, memory.samples), (7, 200));
     }
 }

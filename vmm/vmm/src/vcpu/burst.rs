@@ -113,8 +113,8 @@ impl Bursts {
 
     /// Returns `true` if guest memory may contain RFLAGS values with the trap flag that the idle
     /// stepper has set.
-    pub(super) fn has_strays(&self) -> bool {
-        self.idle.as_ref().is_some_and(Stepper::has_strays)
+    pub(super) fn has_stray_flags(&self) -> bool {
+        self.idle.as_ref().is_some_and(Stepper::has_stray_flags)
     }
 
     /// Returns a stepper for a restored vCPU, which removes trap flags that bursts before the
@@ -357,7 +357,11 @@ impl Running {
             return false;
         }
         let debugged = self.is_debugger_attached();
-        if self.stepper.as_ref().is_some_and(|s| s.has_strays() && !debugged) {
+        if self
+            .stepper
+            .as_ref()
+            .is_some_and(|s| s.has_stray_flags() && !debugged)
+        {
             return false;
         }
         self.bursts.idle = self.stepper.take();

@@ -28,7 +28,7 @@ impl Running {
     pub(super) fn may_run(&self) -> bool {
         self.control
             .debugger()
-            .is_none_or(|debugger| debugger.go(self.id) != ResumeAction::Stay)
+            .is_none_or(|debugger| debugger.resume_action(self.id) != ResumeAction::Stay)
     }
 
     /// Returns `true` if the debugger has asked this vCPU for its registers.
@@ -89,7 +89,7 @@ impl Running {
             self.debug
                 .set_debugger_breakpoints(debugger.is_attached().then_some(points));
         }
-        let step = debugger.is_attached() && debugger.go(self.id) == ResumeAction::Step;
+        let step = debugger.is_attached() && debugger.resume_action(self.id) == ResumeAction::Step;
         EntryDebugState {
             step,
             block_interrupts: step && debugger.blocks_interrupts(),
@@ -101,7 +101,7 @@ impl Running {
     /// breakpoint or step. Returns `false` if it belongs to the guest.
     pub(super) fn stop_for_debugger(&self, stop: &kvm_debug_exit_arch) -> bool {
         let first = self.debug.sites();
-        let why = |debugger: &Debugger| debugger.why(self.id, first, stop);
+        let why = |debugger: &Debugger| debugger.stop_cause(self.id, first, stop);
         match self.attached().and_then(why) {
             Some(why) => {
                 self.stop_all(why);
@@ -141,7 +141,7 @@ impl Running {
     fn stop_all(&self, why: DebugStopCause) {
         if let Some(debugger) = self.control.debugger() {
             let vcpu = self.id;
-            debugger.stopped(&*self.control, DebugStop { vcpu, why });
+            debugger.record_stop(&*self.control, DebugStop { vcpu, cause: why });
         }
     }
 

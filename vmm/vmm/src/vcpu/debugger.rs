@@ -7,7 +7,7 @@
 //! the thread of the vCPU makes these KVM calls.
 //!
 //! A vCPU that hits a breakpoint or completes a single step stops all vCPUs with
-//! `Debugger::stopped`. If several vCPUs do so at the same time, only the first stop is reported.
+//! `Debugger::record_stop`. If several vCPUs do so at the same time, only the first stop is reported.
 //! The other vCPUs repeat their instruction when they resume, and stop again if the breakpoint is
 //! still set.
 
@@ -101,7 +101,7 @@ pub struct DebugStop {
     /// Number of the vCPU that stopped.
     pub vcpu: u8,
     /// Reason why the vCPU stopped.
-    pub why: DebugStopCause,
+    pub cause: DebugStopCause,
 }
 
 /// Error when stopping the machine for a debugger.
@@ -243,7 +243,7 @@ impl Debugger {
     }
 
     /// Stops the vCPUs for the debugger.
-    pub fn hold(&self, switch: &dyn DebuggerRunControl) {
+    pub fn stop_vcpus(&self, switch: &dyn DebuggerRunControl) {
         for cell in &self.cells {
             cell.go.store(ResumeAction::Stay as u8, Ordering::SeqCst);
         }
@@ -376,7 +376,7 @@ impl Debugger {
     }
 
     /// Returns what a vCPU does when the debugger resumes the machine.
-    pub(super) fn go(&self, vcpu: u8) -> ResumeAction {
+    pub(super) fn resume_action(&self, vcpu: u8) -> ResumeAction {
         match self.cell(vcpu).map(|cell| cell.go.load(Ordering::SeqCst)) {
             Some(1) => ResumeAction::Step,
             Some(2) => ResumeAction::Stay,
@@ -427,7 +427,12 @@ impl Debugger {
 
     /// Returns why the debug exit `stop` belongs to the debugger, or `None` if it belongs to the
     /// guest. The first hardware breakpoint of the debugger is in debug register number `first`.
-    pub(super) fn why(&self, vcpu: u8, first: usize, stop: &kvm_debug_exit_arch) -> Option<DebugStopCause> {
+    pub(super) fn stop_cause(
+        &self,
+        vcpu: u8,
+        first: usize,
+        stop: &kvm_debug_exit_arch,
+    ) -> Option<DebugStopCause> {
         if stop.exception == BREAKPOINT {
             return self
                 .is_planted(stop.pc)
@@ -439,14 +444,15 @@ impl Debugger {
         if let Some((_, point)) = numbered.into_iter().find(|(n, _)| hit(*n)) {
             return Some(DebugStopCause::HardwareBreakpoint(*point));
         }
-        (stop.dr6 & DR6_STEP != 0 && self.go(vcpu) == ResumeAction::Step).then_some(DebugStopCause::Step)
+        (stop.dr6 & DR6_STEP != 0 && self.resume_action(vcpu) == ResumeAction::Step)
+            .then_some(DebugStopCause::Step)
     }
 
     /// Stops all vCPUs for the debugger, because the calling vCPU has caused `stop`. If another
     /// vCPU has already stopped the machine, the reason of that stop is kept.
-    pub(super) fn stopped(&self, switch: &dyn DebuggerRunControl, stop: DebugStop) {
+    pub(super) fn record_stop(&self, switch: &dyn DebuggerRunControl, stop: DebugStop) {
         lock(&self.stop).get_or_insert(stop);
-        self.hold(switch);
+        self.stop_vcpus(switch);
         let _ = self.event.write(1);
     }
 }
@@ -477,7 +483,7 @@ mod tests {
     fn register_changes_are_applied_on_resume() {
         let control = machine();
         let debugger = control.debugger().unwrap();
-        debugger.hold(&control);
+        debugger.stop_vcpus(&control);
         assert_eq!(
             debugger.collect(&control, || vec![0, 1], NOW),
             Err(VcpuStopError::Slow(0)),
@@ -495,12 +501,12 @@ mod tests {
             }
         });
         assert_eq!(
-            (control.state(), debugger.go(0)),
+            (control.state(), debugger.resume_action(0)),
             (VmRunState::Held, ResumeAction::Step)
         );
         assert_eq!((debugger.take_changes(0), debugger.take_changes(1)), (None, None));
         assert!(!debugger.set_registers(0, &at(9)), "it runs");
-        debugger.hold(&control);
+        debugger.stop_vcpus(&control);
         assert_eq!(
             debugger.collect(&control, || vec![0, 1], NOW),
             Err(VcpuStopError::Slow(0))
@@ -536,48 +542,48 @@ mod tests {
             replaced: 0x90,
         });
         assert_eq!(
-            debugger.why(0, 0, &stop(3, 0x20, 0)),
+            debugger.stop_cause(0, 0, &stop(3, 0x20, 0)),
             Some(DebugStopCause::SoftwareBreakpoint)
         );
-        assert_eq!(debugger.why(0, 0, &stop(3, 0x21, 0)), None);
+        assert_eq!(debugger.stop_cause(0, 0, &stop(3, 0x21, 0)), None);
         // DR0 and DR1 belong to another user of breakpoints, so the debugger's breakpoint is in
         // DR2.
         assert_eq!(
-            debugger.why(0, 2, &stop(1, 0x10, 1 << 2)),
+            debugger.stop_cause(0, 2, &stop(1, 0x10, 1 << 2)),
             Some(DebugStopCause::HardwareBreakpoint(point))
         );
-        assert_eq!(debugger.why(0, 2, &stop(1, 0x10, 1 << 0)), None);
+        assert_eq!(debugger.stop_cause(0, 2, &stop(1, 0x10, 1 << 0)), None);
         assert_eq!(
-            debugger.why(0, 0, &stop(1, 0x30, DR6_STEP)),
+            debugger.stop_cause(0, 0, &stop(1, 0x30, DR6_STEP)),
             None,
             "nobody asked for it"
         );
-        debugger.hold(&control);
+        debugger.stop_vcpus(&control);
         debugger.release(&control, |_| ResumeAction::Step);
         assert_eq!(
-            debugger.why(0, 0, &stop(1, 0x30, DR6_STEP)),
+            debugger.stop_cause(0, 0, &stop(1, 0x30, DR6_STEP)),
             Some(DebugStopCause::Step)
         );
         // Only the first of these two stops is reported.
-        debugger.stopped(
+        debugger.record_stop(
             &control,
             DebugStop {
                 vcpu: 1,
-                why: DebugStopCause::Step,
+                cause: DebugStopCause::Step,
             },
         );
-        debugger.stopped(
+        debugger.record_stop(
             &control,
             DebugStop {
                 vcpu: 0,
-                why: DebugStopCause::SoftwareBreakpoint,
+                cause: DebugStopCause::SoftwareBreakpoint,
             },
         );
         assert_eq!(
             debugger.take_stop(),
             Some(DebugStop {
                 vcpu: 1,
-                why: DebugStopCause::Step
+                cause: DebugStopCause::Step
             })
         );
         assert_eq!(debugger.take_stop(), None);

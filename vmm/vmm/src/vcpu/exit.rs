@@ -151,7 +151,7 @@ impl Running {
         if let Some(pmu) = self.pmu.as_ref().filter(|_| !self.bursts.is_for_pmi()) {
             pmu.guest_enter();
         }
-        let RunResult { why, io_width } = self.fd.run();
+        let RunResult { exit: why, io_width } = self.fd.run();
         if let Some(pmu) = &self.pmu {
             pmu.guest_exit();
         }
@@ -163,9 +163,9 @@ impl Running {
         self.exit_is_open = !by_signal;
         self.registers.after_run(by_signal);
         self.overflow_signals.after_exit(by_signal);
-        self.exit_clock.left(&why, self.pmu.is_some());
+        self.exit_clock.record_exit(&why, self.pmu.is_some());
         if !by_signal {
-            self.last_read.forget();
+            self.last_read.record_progress();
         }
         let stats = self.slot.stats();
         stats.exits.inc();
@@ -234,7 +234,7 @@ impl Running {
             return Ok(LoopAction::Repeat);
         }
         if let (Some(stepper), Some(pmu)) = (&mut self.stepper, &mut self.pmu)
-            && let Some(step) = stepper.stopped(&mut self.fd, stop)?
+            && let Some(step) = stepper.handle_debug_exit(&mut self.fd, stop)?
         {
             pmu.feed_step(&step);
             // The trap flag may also have been set by a debugger in the guest.

@@ -213,7 +213,7 @@ impl ExitClock {
 
     /// Starts the timer, because KVM_RUN has returned.
     #[inline]
-    pub(super) fn left(&mut self, why: &Result<VcpuExit<'_>, KvmIoctlError>, has_pmu: bool) {
+    pub(super) fn record_exit(&mut self, why: &Result<VcpuExit<'_>, KvmIoctlError>, has_pmu: bool) {
         if self.table.is_watched() {
             let now = Instant::now();
             let reason = VcpuExitReason::of(why, has_pmu);
@@ -232,7 +232,7 @@ impl ExitClock {
 
     /// Stops the timer without recording a duration. Called when the vCPU begins to wait for
     /// something that is not part of the exit, such as the end of a pause.
-    pub(super) fn forget(&mut self) {
+    pub(super) fn discard_exit(&mut self) {
         self.open = None;
     }
 }
@@ -254,11 +254,11 @@ mod tests {
         let table = Arc::new(VcpuExitStatistics::default());
         let mut clock = ExitClock::new(table.clone());
         let read: Why<'_> = Ok(VcpuExit::MmioRead(0, &mut []));
-        clock.left(&read, true);
+        clock.record_exit(&read, true);
         clock.end_exit();
         assert_eq!(count(&table, VcpuExitReason::MmioRead), ExitCount::default());
         table.watch();
-        clock.left(&read, true);
+        clock.record_exit(&read, true);
         let open = count(&table, VcpuExitReason::MmioRead);
         assert_eq!((open.count, open.timed), (1, 0));
         std::thread::sleep(Duration::from_millis(2));
@@ -268,13 +268,13 @@ mod tests {
         assert!(served.time_ns >= 2_000_000 && served.longest_ns == served.time_ns);
         // The longest duration covers only the time since the previous `take`.
         assert_eq!(count(&table, VcpuExitReason::MmioRead).longest_ns, 0);
-        clock.left(&read, true);
-        clock.forget();
+        clock.record_exit(&read, true);
+        clock.discard_exit();
         clock.end_exit();
         let paused = count(&table, VcpuExitReason::MmioRead);
         assert_eq!((paused.count, paused.timed), (2, 1));
         table.unwatch();
-        clock.left(&read, true);
+        clock.record_exit(&read, true);
         assert_eq!(count(&table, VcpuExitReason::MmioRead).count, 2);
     }
 

@@ -51,7 +51,7 @@ pub struct StepperConfig {
     /// Single-stepping features of the host's KVM.
     pub host: SteppingSupport,
     /// `true` if the VM has one vCPU and no CPU hot-plug.
-    pub alone: bool,
+    pub is_only_vcpu: bool,
     /// `true` to single-step every instruction, which disables straight-line runs.
     pub without_runs: bool,
     /// `true` if KVM can copy registers at each exit.
@@ -61,7 +61,7 @@ pub struct StepperConfig {
 impl StepperConfig {
     /// Creates a stepper for a vCPU.
     pub(super) fn stepper(&self, memory: GuestMemoryMmap) -> Stepper {
-        let mut stepper = Stepper::new(self.vendor, memory, self.host, self.alone);
+        let mut stepper = Stepper::new(self.vendor, memory, self.host, self.is_only_vcpu);
         // Synchronized registers are used only where CPL 0 is emulated. A stepped and recorded
         // guest of the lab hung when they were used elsewhere.
         if self.syncs_registers && !self.host.user {

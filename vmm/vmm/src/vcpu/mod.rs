@@ -224,7 +224,7 @@ impl Running {
     /// requests meanwhile. The vCPU's events are scheduled out, so their time does not advance.
     fn pause(&mut self) -> Result<(), VcpuFailure> {
         self.stop_counting();
-        self.exit_clock.forget();
+        self.exit_clock.discard_exit();
         let waited = self.wait_in_pause();
         self.notify_guest_of_pause();
         if let Some(pmu) = &mut self.pmu {
@@ -279,7 +279,7 @@ impl Running {
     /// returns overflow signals to handled mode.
     fn settle(&mut self) {
         self.fd.request_exit();
-        match self.fd.run().why {
+        match self.fd.run().exit {
             Err(e) if e.errno() == libc::EINTR => {}
             Ok(exit) => log::debug!("vcpu{}: it leaves with {exit:?}", self.id),
             Err(e) => log::debug!("vcpu{}: it leaves with KVM_RUN: {e}", self.id),
@@ -403,7 +403,7 @@ impl Running {
         if !pmu.pmi_pending() {
             if std::mem::take(&mut self.pmi_waits) {
                 self.slot.stats().pmi_withdrawn.set(pmu.pmi_counts().withdrawn);
-                self.recheck.over();
+                self.recheck.reset();
             }
             return Ok(());
         }
@@ -431,12 +431,12 @@ impl Running {
                 self.slot.stats().pmi_throttled.set(counts.throttled);
                 self.slot.stats().pmi_held.set(counts.held);
                 self.pmi_waits = true;
-                self.recheck.over();
+                self.recheck.reset();
                 timer.kick_in(Duration::from_nanos(pmu.nanoseconds_until(time_ns)));
                 return Ok(());
             }
         }
-        let Some(open) = self.lvtpc.look(&mut self.fd)? else {
+        let Some(open) = self.lvtpc.check(&mut self.fd)? else {
             // Unmasking LVTPC causes no exit, so LVTPC is rechecked at every exit and periodically
             // by a timer.
             self.pmi_waits = pmu.defer_pmi();
@@ -445,12 +445,12 @@ impl Running {
                 timer.kick_in(self.recheck.waits(Instant::now()));
             } else {
                 self.slot.stats().pmi_withdrawn.set(pmu.pmi_counts().withdrawn);
-                self.recheck.over();
+                self.recheck.reset();
             }
             return Ok(());
         };
         self.pmi_waits = self.wait_for_branch_records(timer)?;
-        self.recheck.over();
+        self.recheck.reset();
         if self.pmi_waits {
             return Ok(());
         }
@@ -574,7 +574,7 @@ mod tests {
         while sampled.vm.control().parked() > 0 {
             std::thread::sleep(Duration::from_millis(1));
         }
-        while sampled.pmu.on(VcpuId(0)) == 0 {
+        while sampled.pmu.active_events(VcpuId(0)) == 0 {
             std::thread::sleep(Duration::from_millis(1));
         }
         sampled.pmu.advance(VcpuId(0), |_| 50);

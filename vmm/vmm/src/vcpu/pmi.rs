@@ -168,7 +168,7 @@ impl Lvtpc {
     ///
     /// # Errors
     /// Returns [`PmiError`] if a KVM call fails.
-    pub fn look(&mut self, vcpu: &mut KickableVcpu) -> Result<Option<UnmaskedLvtpc>, PmiError> {
+    pub fn check(&mut self, vcpu: &mut KickableVcpu) -> Result<Option<UnmaskedLvtpc>, PmiError> {
         let apic_base = vcpu.apic_base();
         if apic_base & APIC_BASE_EN == 0 {
             // Without an enabled local APIC there is no LVTPC (SDM vol. 3 §11.4.3).
@@ -217,7 +217,7 @@ impl Lvtpc {
     }
 
     /// Delivers one PMI as `open`, the value of LVTPC, specifies. The guest must not have run since
-    /// [`Lvtpc::look`] returned this value.
+    /// [`Lvtpc::check`] returned this value.
     ///
     /// # Errors
     /// Returns [`PmiError`] if a KVM call fails.
@@ -325,7 +325,7 @@ impl LvtpcBackoff {
 
     /// Ends the schedule. Called when no PMI waits, or when a PMI waits for something other than
     /// LVTPC.
-    pub fn over(&mut self) {
+    pub fn reset(&mut self) {
         self.set = None;
     }
 }
@@ -345,7 +345,7 @@ mod tests {
             rings += 1;
         }
         assert!((150..=175).contains(&rings), "{rings} in 10 s");
-        recheck.over();
+        recheck.reset();
         assert_eq!(recheck.waits(start), LvtpcBackoff::MIN_INTERVAL);
         assert_eq!(
             recheck.waits(start + LvtpcBackoff::MIN_INTERVAL),
@@ -399,8 +399,8 @@ mod tests {
         let mut lvtpc = Lvtpc::new(0, true).unwrap();
         lvtpc.handled = Some(PmiInService::Nmi);
         vcpu.nmi().unwrap();
-        assert!(lvtpc.look(&mut vcpu).unwrap().is_none());
+        assert!(lvtpc.check(&mut vcpu).unwrap().is_none());
         lvtpc.handled = None;
-        assert!(lvtpc.look(&mut vcpu).is_err(), "otherwise they are");
+        assert!(lvtpc.check(&mut vcpu).is_err(), "otherwise they are");
     }
 }

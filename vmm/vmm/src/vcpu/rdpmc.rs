@@ -36,9 +36,9 @@ pub(super) const CR4_PCE: u64 = 1 << 8;
 #[derive(Clone, Copy, Debug)]
 pub(super) struct EmulatedRdpmc {
     /// Address of the RDPMC instruction.
-    pub(super) at: u64,
+    pub(super) address: u64,
     /// Address of the instruction after the RDPMC.
-    pub(super) behind: u64,
+    pub(super) next_address: u64,
     pub(super) when: Instant,
 }
 
@@ -49,7 +49,7 @@ pub(super) struct LastRdpmc {
     /// since.
     pub(super) read: Option<EmulatedRdpmc>,
     /// Number of PMIs in a row after which the guest had to repeat the RDPMC.
-    pub(super) again: u32,
+    pub(super) repeat_count: u32,
     /// `true` if the next RDPMC of the guest is a repetition after a PMI.
     redone: bool,
 }
@@ -58,11 +58,11 @@ impl LastRdpmc {
     pub(super) fn now(&mut self, at: u64, behind: u64) {
         if !std::mem::take(&mut self.redone) {
             // This RDPMC is not a repetition after a PMI, so the guest has made progress.
-            self.again = 0;
+            self.repeat_count = 0;
         }
         self.read = Some(EmulatedRdpmc {
-            at,
-            behind,
+            address: at,
+            next_address: behind,
             when: Instant::now(),
         });
     }
@@ -73,7 +73,7 @@ impl LastRdpmc {
     /// PMI is delivered before its next RDPMC.
     pub(super) fn may_repeat(&mut self, in_a_row: u32) -> bool {
         self.redone = in_a_row < MAX_REPEATED_READS;
-        self.again = in_a_row + u32::from(self.redone);
+        self.repeat_count = in_a_row + u32::from(self.redone);
         self.redone
     }
 
@@ -81,9 +81,9 @@ impl LastRdpmc {
     /// instruction since.
     pub(super) fn saved(&self) -> Option<SavedRdpmc> {
         self.read.map(|read| SavedRdpmc {
-            at: read.at,
-            behind: read.behind,
-            repetitions: self.again,
+            at: read.address,
+            behind: read.next_address,
+            repetitions: self.repeat_count,
         })
     }
 
@@ -97,14 +97,14 @@ impl LastRdpmc {
         }) = saved
         {
             last.now(at, behind);
-            last.again = repetitions;
+            last.repeat_count = repetitions;
         }
         last
     }
 
     /// Records that the guest may have executed another instruction since the last RDPMC.
     #[inline]
-    pub(super) fn forget(&mut self) {
+    pub(super) fn record_progress(&mut self) {
         self.read = None;
     }
 }
@@ -122,7 +122,7 @@ pub struct RdpmcEmulator {
     /// Replaces RDPMC in kernels that the guest itself starts. `None` if these kernels are left
     /// unchanged.
     pub(super) running: Option<Arc<RunningKernelPatcher>>,
-    pub(super) looks: KernelCheckBackoff,
+    pub(super) kernel_check: KernelCheckBackoff,
 }
 
 impl RdpmcEmulator {
@@ -135,7 +135,7 @@ impl RdpmcEmulator {
             sites,
             gate: None,
             running: None,
-            looks: KernelCheckBackoff::default(),
+            kernel_check: KernelCheckBackoff::default(),
         }
     }
 
@@ -192,7 +192,7 @@ impl RdpmcEmulator {
     /// Requests a check of the guest's kernel before the next entry, because the trap at the
     /// guest's #GP handler was removed.
     pub(super) fn check_kernel_now(&mut self) {
-        self.looks.due |= self.gate.is_some();
+        self.kernel_check.due |= self.gate.is_some();
     }
 
     /// Records a write to a PMU register, after which a check of the guest's kernel may be due. A
@@ -200,8 +200,8 @@ impl RdpmcEmulator {
     #[inline]
     pub(super) fn wrote(&mut self) {
         if self.gate.is_some() || self.running.is_some() {
-            self.looks.wrote();
-            self.looks.due |= self.gate.as_ref().is_some_and(GpHandlerInterception::has_changed);
+            self.kernel_check.wrote();
+            self.kernel_check.due |= self.gate.as_ref().is_some_and(GpHandlerInterception::has_changed);
         }
     }
 }
@@ -325,10 +325,10 @@ mod tests {
         let (mut done, mut pmis) = (0, 0);
         for _ in 0..1000 {
             last.now(0x1000, 0x1002);
-            let in_a_row = std::mem::take(&mut last.again);
+            let in_a_row = std::mem::take(&mut last.repeat_count);
             if last.may_repeat(in_a_row) {
                 pmis += 1;
-                last.forget();
+                last.record_progress();
             } else {
                 done += 1;
             }
@@ -406,9 +406,9 @@ mod tests {
             for _ in 0..3 {
                 last.now(0x1000, 0x1002);
             }
-            let in_a_row = std::mem::take(&mut last.again);
+            let in_a_row = std::mem::take(&mut last.repeat_count);
             assert!(last.may_repeat(in_a_row));
-            last.forget();
+            last.record_progress();
             last.now(0x1000, 0x1002);
         }
     }
@@ -421,11 +421,11 @@ mod tests {
         last.now(0x1000, 0x1002);
         assert!(!last.may_repeat(MAX_REPEATED_READS));
         for _ in 0..3 {
-            let in_a_row = std::mem::take(&mut last.again);
+            let in_a_row = std::mem::take(&mut last.repeat_count);
             assert!(!last.may_repeat(in_a_row));
         }
         last.now(0x1000, 0x1002);
-        let in_a_row = std::mem::take(&mut last.again);
+        let in_a_row = std::mem::take(&mut last.repeat_count);
         assert!(last.may_repeat(in_a_row));
     }
 

@@ -101,7 +101,7 @@ impl Running {
         self.registers.forget();
         self.fd.complete_exit()?;
         let now = self.fd.get_regs()?.rip;
-        Ok(now == hit.behind() && (rip == hit.start || rip == now))
+        Ok(now == hit.next_rip() && (rip == hit.start || rip == now))
     }
 
     /// Emulates an RDPMC: reads the counter that ECX selects into EDX:EAX, and skips the
@@ -126,12 +126,12 @@ impl Running {
             return self.raise_general_protection();
         };
         self.completed = ExitCompletion::AtAnyCpl;
-        self.last_read.now(hit.start, hit.behind());
+        self.last_read.now(hit.start, hit.next_rip());
         regs.rax = value & 0xffff_ffff;
         regs.rdx = value >> 32;
         if hit.ambiguous {
             // The ambiguity check has already completed the exit in KVM.
-            regs.rip = hit.behind();
+            regs.rip = hit.next_rip();
             return self.fd.set_regs(&regs);
         }
         self.registers.set_general(&mut self.fd, &regs)
@@ -147,13 +147,13 @@ impl Running {
 
     /// Checks whether the guest's kernel or its #GP handler has changed, if a check is due.
     pub(super) fn check_guest_kernel(&mut self) -> Result<(), KvmIoctlError> {
-        let Some(rdpmc) = self.rdpmc.as_mut().filter(|rdpmc| rdpmc.looks.due) else {
+        let Some(rdpmc) = self.rdpmc.as_mut().filter(|rdpmc| rdpmc.kernel_check.due) else {
             return Ok(());
         };
         let state = VcpuState::read(&self.fd)?;
         let mut changed = false;
         if let Some(gate) = &mut rdpmc.gate
-            && let GpHandlerCheckResult::Changed(breakpoint) = gate.look(&(&state).into())
+            && let GpHandlerCheckResult::Changed(breakpoint) = gate.intercept(&(&state).into())
         {
             changed = true;
             if let Some(breakpoint) = breakpoint {
@@ -166,9 +166,9 @@ impl Running {
         {
             let mut regs = GuestRegs::default();
             crate::kvm::registers::set_system(&mut regs, &state.sregs);
-            changed |= running.look(&regs, lstar);
+            changed |= running.patch_if_new(&regs, lstar);
         }
-        rdpmc.looks.looked(changed);
+        rdpmc.kernel_check.looked(changed);
         Ok(())
     }
 
@@ -186,7 +186,8 @@ impl Running {
         self.registers.forget();
         let mut state = VcpuState::read(&self.fd)?;
         let mut patched = patching::VcpuState::from(&state);
-        if let GpHandlerStopReason::Rdpmc(read) = gate.stopped(&patched, |gpa| rdpmc.sites.length_at(gpa)) {
+        if let GpHandlerStopReason::Rdpmc(read) = gate.stop_reason(&patched, |gpa| rdpmc.sites.length_at(gpa))
+        {
             if is_nmi_pending {
                 read.execute_again(&mut patched);
                 state.update(&patched);
@@ -197,13 +198,13 @@ impl Running {
             if let MsrReadOutcome::Value(value) = pmu.rdpmc_at(read.index, read.cpl, pce || read.cpl == 0) {
                 self.slot.stats().rdpmc.inc();
                 self.completed = ExitCompletion::AtAnyCpl;
-                read.give(value, &mut patched);
+                read.complete(value, &mut patched);
                 state.update(&patched);
                 self.leave_handler(read.cpl, &state)?;
                 if read.traps() {
                     self.raise_single_step()?;
                 } else {
-                    let (at, behind) = read.place();
+                    let (at, behind) = read.rips();
                     self.last_read.now(at, behind);
                 }
                 return Ok(LoopAction::Repeat);
@@ -343,8 +344,13 @@ impl Running {
     /// and the exchange is a few nanoseconds. With a trapped RDPMC, overflows are detected at its
     /// exit and timers fire before the next entry, so PMIs would often arrive in this time.
     pub(super) fn interrupt_before_read(&mut self) -> Result<Option<Duration>, KvmIoctlError> {
-        let in_a_row = std::mem::take(&mut self.last_read.again);
-        let Some(EmulatedRdpmc { at, behind, when }) = self.last_read.read else {
+        let in_a_row = std::mem::take(&mut self.last_read.repeat_count);
+        let Some(EmulatedRdpmc {
+            address: at,
+            next_address: behind,
+            when,
+        }) = self.last_read.read
+        else {
             return Ok(None);
         };
         // During stepping, overflows are detected before the instruction. In an NMI handler, a
@@ -378,7 +384,7 @@ impl Running {
             self.registers.cancel_set_general(&mut self.fd);
             self.fd.set_regs(&regs)?;
         }
-        self.last_read.forget();
+        self.last_read.record_progress();
         Ok(None)
     }
 }

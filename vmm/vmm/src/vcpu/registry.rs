@@ -138,12 +138,12 @@ impl VcpuRegistry {
 
     /// Returns the set of the present vCPUs.
     pub fn present(&self) -> VcpuSet {
-        let taken = self.taken().map(|slot| VcpuSet::of(slot.id()));
+        let taken = self.present_slots().map(|slot| VcpuSet::of(slot.id()));
         taken.fold(VcpuSet::default(), VcpuSet::with)
     }
 
     /// Returns the slots of the present vCPUs.
-    pub fn taken(&self) -> impl Iterator<Item = &Arc<VcpuSlot>> {
+    pub fn present_slots(&self) -> impl Iterator<Item = &Arc<VcpuSlot>> {
         self.slots.iter().filter(|slot| slot.is_taken())
     }
 
@@ -187,7 +187,7 @@ impl VcpuRegistry {
         vcpus: u8,
         first_entry: Option<Box<dyn FnOnce() + Send>>,
     ) -> Result<(), VcpuRegistryError> {
-        self.start_set(VcpuSet::below(vcpus), Vec::new(), first_entry)
+        self.start_set(VcpuSet::first(vcpus), Vec::new(), first_entry)
     }
 
     /// Starts the threads of `vcpus` like [`VcpuRegistry::start`]. A vCPU with an entry in `saved`
@@ -205,7 +205,7 @@ impl VcpuRegistry {
     ) -> Result<(), VcpuRegistryError> {
         let mut first_entry = first_entry;
         let (begins, all_began) = channel();
-        for slot in self.slots.iter().filter(|slot| vcpus.has(slot.id())) {
+        for slot in self.slots.iter().filter(|slot| vcpus.contains(slot.id())) {
             let mut vcpu = self.make(slot)?;
             if let Some(at) = saved.iter().position(|(id, _)| *id == slot.id()) {
                 let (id, pmu) = saved.swap_remove(at);
@@ -254,10 +254,10 @@ impl VcpuRegistry {
             VmRunState::Resetting => return Err(VcpuRegistryError::NotRunning("starting again")),
         }
         let leaving = set(self
-            .taken()
+            .present_slots()
             .filter(|slot| slot.is_stop_requested())
             .map(|slot| slot.id()));
-        let present = self.present().without(leaving);
+        let present = self.present().difference(leaving);
         let missing = usize::from(wanted).saturating_sub(present.len() as usize);
         let spare = (present.len() as usize).saturating_sub(wanted.into());
         if missing > 0
@@ -267,7 +267,7 @@ impl VcpuRegistry {
         }
         plug.request_ejection(set(present.numbers().rev().take(spare)));
         self.restart_reminder_timer();
-        let coming = VcpuSet::below(max).without(present).numbers().take(missing);
+        let coming = VcpuSet::first(max).difference(present).numbers().take(missing);
         let mut added = AddedVcpus::default();
         for vcpu in coming {
             match self.start_one(vcpu) {
@@ -330,14 +330,14 @@ impl VcpuRegistry {
         let arrived = self.control.arrived();
         let staying = self.present();
         // An ejected vCPU may still be in the guest. The exit of its thread triggers another call.
-        let leaving = self.taken().any(|slot| slot.is_stop_requested());
-        if leaving || !staying.without(arrived).is_empty() {
+        let leaving = self.present_slots().any(|slot| slot.is_stop_requested());
+        if leaving || !staying.difference(arrived).is_empty() {
             self.kicker.kick();
             return Ok(());
         }
-        let all = VcpuSet::below(vcpus);
-        self.request_stop(staying.without(all));
-        let missing = all.without(staying);
+        let all = VcpuSet::first(vcpus);
+        self.request_stop(staying.difference(all));
+        let missing = all.difference(staying);
         for vcpu in missing.numbers() {
             drop(self.start_one(vcpu)?);
         }
@@ -360,7 +360,7 @@ impl VcpuRegistry {
 
     /// Requests that the threads of `vcpus` stop.
     fn request_stop(&self, vcpus: VcpuSet) {
-        for slot in self.slots.iter().filter(|slot| vcpus.has(slot.id())) {
+        for slot in self.slots.iter().filter(|slot| vcpus.contains(slot.id())) {
             slot.request_stop();
         }
         self.control.wake_parked();

@@ -9,16 +9,16 @@ impl VmRunControl {
     pub(super) fn wait_for_restart(&self, vcpu: u8, has_requests: impl Fn() -> bool) -> ResetWait {
         let me = VcpuSet::of(vcpu);
         let mut ends = self.lock();
-        if ends.reset_barrier.arrived.within(me).is_empty() {
+        if ends.reset_barrier.arrived.intersection(me).is_empty() {
             ends.reset_barrier.arrived = ends.reset_barrier.arrived.with(me);
             self.signal_reset();
         }
         loop {
             if self.state() != VmRunState::Resetting {
-                ends.reset_barrier.arrived = ends.reset_barrier.arrived.without(me);
+                ends.reset_barrier.arrived = ends.reset_barrier.arrived.difference(me);
                 return ResetWait::Over;
             }
-            if ends.reset_barrier.ready && ends.reset_barrier.missing.has(vcpu) {
+            if ends.reset_barrier.ready && ends.reset_barrier.missing.contains(vcpu) {
                 return ResetWait::Restart;
             }
             if has_requests() {
@@ -31,7 +31,7 @@ impl VmRunControl {
     /// Removes a vCPU from the barrier, because its thread ends.
     pub(super) fn leave_reset_barrier(&self, vcpu: u8) {
         let mut ends = self.lock();
-        ends.reset_barrier.arrived = ends.reset_barrier.arrived.without(VcpuSet::of(vcpu));
+        ends.reset_barrier.arrived = ends.reset_barrier.arrived.difference(VcpuSet::of(vcpu));
     }
 
     /// Tells a pending reset that a vCPU thread has ended and need not arrive.
@@ -72,8 +72,8 @@ impl VmRunControl {
     pub(super) fn mark_restored_and_wait(&self, vcpu: u8) {
         let mut ends = self.lock();
         let me = VcpuSet::of(vcpu);
-        ends.reset_barrier.missing = ends.reset_barrier.missing.without(me);
-        ends.reset_barrier.arrived = ends.reset_barrier.arrived.without(me);
+        ends.reset_barrier.missing = ends.reset_barrier.missing.difference(me);
+        ends.reset_barrier.arrived = ends.reset_barrier.arrived.difference(me);
         if ends.reset_barrier.missing.is_empty() {
             ends.reset_barrier.ready = false;
             if self.state() == VmRunState::Resetting {

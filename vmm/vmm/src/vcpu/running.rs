@@ -108,7 +108,7 @@ pub struct Vcpu {
     pub(super) fd: VcpuFd,
     /// Properties of the KVM vCPU other than its file descriptor. When the thread ends, the slot
     /// receives them together with the file descriptor.
-    pub(super) kept: KvmVcpuParts,
+    pub(super) parts: KvmVcpuParts,
     pub(super) vm: Arc<VmFd>,
     pub(super) bus: Arc<DeviceBus>,
     pub(super) pmu: Option<VcpuPmu>,
@@ -144,7 +144,7 @@ impl Vcpu {
         let (fd, kept) = kvm.into_parts();
         Self {
             fd,
-            kept,
+            parts: kept,
             vm,
             bus,
             pmu,
@@ -201,7 +201,7 @@ impl Vcpu {
     }
 
     pub(super) fn into_kvm(self) -> KvmVcpu {
-        KvmVcpu::from_parts(self.fd, self.kept)
+        KvmVcpu::from_parts(self.fd, self.parts)
     }
 }
 
@@ -209,7 +209,7 @@ impl Vcpu {
 pub(super) struct Running {
     pub(super) id: u8,
     pub(super) fd: KickableVcpu,
-    pub(super) kept: KvmVcpuParts,
+    pub(super) parts: KvmVcpuParts,
     pub(super) vm: Arc<VmFd>,
     pub(super) bus: Arc<DeviceBus>,
     pub(super) pmu: Option<VcpuPmu>,
@@ -263,7 +263,7 @@ impl Running {
             id: vcpu.slot.id(),
             registers: RegisterCache::new(&mut fd, syncs),
             fd,
-            kept: vcpu.kept,
+            parts: vcpu.parts,
             vm: vcpu.vm,
             bus: vcpu.bus,
             pmu: vcpu.pmu,
@@ -291,6 +291,6 @@ impl Running {
     }
 
     pub(super) fn into_kvm(self) -> KvmVcpu {
-        KvmVcpu::from_parts(self.fd.disarm(), self.kept)
+        KvmVcpu::from_parts(self.fd.disarm(), self.parts)
     }
 }

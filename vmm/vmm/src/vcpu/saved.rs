@@ -130,7 +130,7 @@ impl Running {
                 stepper.unfinished_repeat(&state.cpu())
             }
         };
-        let leaves = self.kept.cpuid().as_slice().iter();
+        let leaves = self.parts.cpuid().as_slice().iter();
         saved.cpuid = leaves.map(cpuid_leaf).collect();
         let (nmi_sent, nmi_repetitions) = self.sent_nmi.saved();
         saved.pmu = SavedVcpuPmu {
@@ -145,8 +145,8 @@ impl Running {
             last_rdpmc: self.last_read.saved(),
             nmi_sent,
             nmi_repetitions,
-            stray_trap_flags: self.stepper.as_ref().is_some_and(Stepper::has_strays)
-                || self.bursts.has_strays(),
+            stray_trap_flags: self.stepper.as_ref().is_some_and(Stepper::has_stray_flags)
+                || self.bursts.has_stray_flags(),
             unfinished_repeat,
         };
         Ok(saved)

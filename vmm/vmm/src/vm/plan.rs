@@ -124,7 +124,7 @@ impl<'a> VmPlan<'a> {
         let stepping = StepperConfig {
             vendor: model.vendor(),
             host: self.config.pmu.stepping,
-            alone: self.config.cpus.max() == 1,
+            is_only_vcpu: self.config.cpus.max() == 1,
             without_runs: std::env::var_os(WITHOUT_RUNS).is_some(),
             syncs_registers: fd.syncs_registers(),
         };
@@ -159,7 +159,7 @@ impl<'a> VmPlan<'a> {
         if wanted.wait
             && let Some(debugger) = control.debugger()
         {
-            debugger.hold(&control);
+            debugger.stop_vcpus(&control);
         }
         Ok(control)
     }
@@ -209,7 +209,7 @@ impl<'a> VmPlan<'a> {
         ram: &GuestRam,
     ) {
         if self.has_pmu && needs_full_kvm(&loaded.kind) {
-            uncounted.tell(&uncounted.hide(ram.memory(), &loaded.event_tables));
+            uncounted.log(&uncounted.hide(ram.memory(), &loaded.event_tables));
             uncounted.hide_topdown(ram.memory(), &loaded.topdown);
         }
     }
@@ -489,7 +489,7 @@ impl<'a> VmPlan<'a> {
         let host = HostPmuProperties::vendor(&mut cpuid::read_host);
         let countable = CountableKernelEvents::new(&pmu.model, host, pmu.policy, *backability, probe.clone());
         let countable = if pmu.hides_denied {
-            countable.within(pmu.filter.clone())
+            countable.with_filter(pmu.filter.clone())
         } else {
             countable
         };

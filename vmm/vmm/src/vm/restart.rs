@@ -47,7 +47,7 @@ pub(super) struct RestartContext {
 /// Restarts the machine after each reset by its guest. The main loop calls
 /// [`GuestResetHandler::serve`] when [`GuestResetHandler::event`] is readable.
 pub struct GuestResetHandler {
-    pub(super) again: RestartContext,
+    pub(super) restart_context: RestartContext,
     pub(super) ram: GuestRam,
     pub(super) bus: Arc<DeviceBus>,
     pub(super) pmu: Arc<VmPmu>,
@@ -68,7 +68,7 @@ impl GuestResetHandler {
     pub fn serve(&mut self) {
         // The read fails if the eventfd is already clear.
         let _ = self.control.reset_event().read();
-        let (again, restarts) = (&self.again, &mut self.restarts);
+        let (again, restarts) = (&self.restart_context, &mut self.restarts);
         let made = self.registry.restart(again.config.cpus.present(), || {
             let factory = again.make(&self.ram, &self.bus, &self.pmu, &self.control, &self.symbols)?;
             *restarts += 1;
@@ -113,7 +113,7 @@ impl RestartContext {
             plan.withdraw_user_rdpmc(self.gate, &loaded, ram);
         }
         self.chips.restore(&self.fd)?;
-        pmu.probe().forget();
+        pmu.probe().clear_kernel();
         symbols.store(loaded.symbols.clone());
         plan.vcpu_factory(
             &self.fd,

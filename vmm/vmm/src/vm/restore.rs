@@ -557,7 +557,7 @@ mod tests {
             let control = self.vm.control();
             control.set_paused(true);
             self.vm.registry().kicker().kick();
-            while control.parked() < self.vm.registry().taken().count() {
+            while control.parked() < self.vm.registry().present_slots().count() {
                 std::thread::sleep(Duration::from_millis(1));
             }
             self.inflate(COUNTER, 1);

@@ -170,7 +170,11 @@ impl VmSnapshot {
         options: BTreeMap<String, String>,
     ) -> Result<Self, SnapshotError> {
         source.check_supported()?;
-        if source.registry.taken().any(|slot| slot.is_stop_requested()) {
+        if source
+            .registry
+            .present_slots()
+            .any(|slot| slot.is_stop_requested())
+        {
             return Err(SnapshotError::Busy("a vCPU is being removed"));
         }
         match source.control.state() {
@@ -183,7 +187,7 @@ impl VmSnapshot {
         if !source.control.set_paused(true) {
             return Err(SnapshotError::Ended);
         }
-        for slot in source.registry.taken() {
+        for slot in source.registry.present_slots() {
             slot.request_queue().request_settling();
         }
         source.deliver();
@@ -223,13 +227,13 @@ impl VmSnapshot {
         if source.control.state() != VmRunState::Paused {
             return Err(SnapshotError::Ended);
         }
-        let mut slots = source.registry.taken();
+        let mut slots = source.registry.present_slots();
         match self.phase {
             Phase::Settling => {
                 let settled = slots.all(|slot| slot.request_queue().is_settled());
-                if settled && source.control.parked() >= source.registry.taken().count() {
+                if settled && source.control.parked() >= source.registry.present_slots().count() {
                     source.quiesce()?;
-                    for slot in source.registry.taken() {
+                    for slot in source.registry.present_slots() {
                         slot.request_queue().request_save(source.layout.clone());
                     }
                     source.deliver();
@@ -250,7 +254,7 @@ impl VmSnapshot {
     /// Collects the states of all parts of the VM except memory.
     fn collect(&mut self) -> Result<(), SnapshotError> {
         let source = &self.source;
-        for slot in source.registry.taken() {
+        for slot in source.registry.present_slots() {
             let saved = slot.request_queue().take_saved().ok_or(SnapshotError::Order)?;
             self.machine.vcpus.push(saved?);
         }

@@ -81,7 +81,7 @@ fn run_by(
     let mut traps = Vec::new();
     // A few dozen exits are expected. The limit makes a faulty guest fail instead of hang.
     for _ in 0..10_000 {
-        let outcome = match vcpu.run().why.unwrap() {
+        let outcome = match vcpu.run().exit.unwrap() {
             VcpuExit::IoOut(finder::TRAP_PORT, _) => {
                 let mut regs = vcpu.get_regs().unwrap();
                 traps.push(regs.rcx);

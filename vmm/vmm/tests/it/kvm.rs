@@ -117,7 +117,7 @@ impl Guest {
                 *to = from;
             }
         };
-        match exit.why {
+        match exit.exit {
             Ok(VcpuExit::IoOut(port, bytes)) => GuestAction::Out(port, width, bytes.to_vec()),
             Ok(VcpuExit::IoIn(port, bytes)) => {
                 fill(bytes);

@@ -67,7 +67,7 @@ impl LoopingVcpu {
     fn enter(&mut self) -> bool {
         let turns = |ram: &GuestRam| -> u32 { ram.memory().read_obj(GuestAddress(COUNTER)).unwrap() };
         let before = turns(&self.ram);
-        let ended = self.vcpu.run().why.map(|exit| format!("{exit:?}"));
+        let ended = self.vcpu.run().exit.map(|exit| format!("{exit:?}"));
         assert_eq!(ended.map_err(|e| e.errno()), Err(libc::EINTR));
         self.signals.after_exit(true);
         turns(&self.ram) != before

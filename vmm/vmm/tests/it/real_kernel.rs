@@ -100,7 +100,7 @@ fn only_real_rdpmc_instructions_are_replaced() {
     assert_eq!(changed, expected, "only the sites may change");
     eprintln!("{}: {pairs} byte pairs, sites:", path.display());
     for site in &loaded.rdpmc_sites {
-        eprintln!("  {:#x} {}", site.virt, site.place());
+        eprintln!("  {:#x} {}", site.virt, site.location());
     }
     // Distribution kernels with PARAVIRT_XXL have one RDPMC; other kernels have it inlined.
     assert!(pairs > loaded.rdpmc_sites.len());
@@ -154,7 +154,7 @@ fn symbols_of_stripped_kernel_are_found() {
         loaded
             .rdpmc_sites
             .iter()
-            .any(|s| s.place().starts_with("native_read_pmc+"))
+            .any(|s| s.location().starts_with("native_read_pmc+"))
     );
 }
 

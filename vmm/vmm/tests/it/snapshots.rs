@@ -334,7 +334,7 @@ fn saved() -> Option<(VmConfig, RestoredMachine)> {
 /// patch of an RDPMC and the removal of the trap at the #GP handler, before the snapshot first
 /// reads memory.
 #[test]
-fn writes_of_ours_are_in_the_memory_file() {
+fn vmm_writes_are_in_memory_file() {
     let config = config(GUEST);
     let Some(source) = TestVm::start(&config, None) else {
         return;
@@ -356,7 +356,7 @@ fn writes_of_ours_are_in_the_memory_file() {
 /// with another source of the counts (`--backing`) either removes the flag or fails, because the
 /// guest that loads this copy has no #DB handler.
 #[test]
-fn a_trap_flag_of_ours_does_not_reach_another_backing() {
+fn stepper_trap_flag_is_cleared_for_other_backing() {
     let code = [
         0xBC, 0x00, 0x00, 0x1F, 0x00, // mov esp, 0x1f0000
         0xBE, 0x00, 0x40, 0x00, 0x00, // mov esi, 16384
@@ -607,7 +607,7 @@ fn diff_restores_to_equal_results() {
 /// The diff contains pages that only the VMM has written since the base, whether their range is
 /// mapped or copied, and pages that have become zero.
 #[test]
-fn writes_of_ours_are_in_the_dirty_set() {
+fn vmm_writes_are_in_dirty_set() {
     const SHORT: u64 = 0x90_0000;
     const LONG: u64 = 0xA0_0000;
     const ZEROED: u64 = 0xB0_0000;

@@ -166,7 +166,7 @@ fn run_length_is_limited_and_may_be_zero() {
 fn run_ends_before_armed_overflow() {
     // push, pop, nop, push
     let run = run_of(&[0x50, 0x58, 0x90, 0x50]);
-    let cut = |remaining: RetiredCounts| run.within(&remaining);
+    let cut = |remaining: RetiredCounts| run.instructions_within(&remaining);
     assert_eq!(cut(UNLIMITED), 4);
     assert_eq!(
         cut(RetiredCounts {

@@ -154,7 +154,7 @@ fn process_is_found_by_pid_with_executable_mappings() {
     assert_eq!((process.mm, process.root), (MM, g.root));
     assert_eq!(find(PID + 1), None);
     assert_eq!(
-        process.again(&layout, &g.ram[..], tables, &mut budget()),
+        process.reread(&layout, &g.ram[..], tables, &mut budget()),
         Some(process)
     );
     let mut reader = process.reader(&layout, &g.ram[..], tables);
@@ -200,7 +200,7 @@ fn exited_process_is_not_found_again() {
     let layout = layout();
     let process = GuestProcess::find(&layout, &g.ram[..], tables, PID, &mut budget()).unwrap();
     g.put(TASK - DIRECT + 8, 78);
-    assert_eq!(process.again(&layout, &g.ram[..], tables, &mut budget()), None);
+    assert_eq!(process.reread(&layout, &g.ram[..], tables, &mut budget()), None);
 }
 
 proptest! {

@@ -114,7 +114,7 @@ pub fn exits(args: &ExitsArgs) -> Result<ExitStatus, OperatorCommandError> {
         };
         let now = Instant::now();
         let over = woken == WaitResult::Signal || end.is_some_and(|end| now >= end) || is_reader_closed();
-        let gone = !vm.look(args)?;
+        let gone = !vm.read_exits(args)?;
         let at = now.duration_since(start);
         if let (Some(due), Some(interval)) = (next, args.interval)
             && (now >= due || over || gone)
@@ -148,7 +148,7 @@ struct ObservedVm {
     watch: ExitObserver,
     trace: Result<ExitTrace, TraceError>,
     /// Exits counted in the processes in which the VM ran before it moved to the current one.
-    left: ExitTotals,
+    former_totals: ExitTotals,
     /// Exits counted in the VM's current process.
     present: ExitTotals,
     /// Exits counted in all processes of the VM: the sum of `left` and `present`.
@@ -169,7 +169,7 @@ impl ObservedVm {
             client,
             watch,
             trace,
-            left: ExitTotals::default(),
+            former_totals: ExitTotals::default(),
             present: ExitTotals::default(),
             total: ExitTotals::default(),
             longest: ExitMaxima::default(),
@@ -178,12 +178,12 @@ impl ObservedVm {
 
     /// Reads the exits of the VM. If the VM has moved, continues in the destination process
     /// instead. Returns `false` if the VM has exited.
-    fn look(&mut self, args: &ExitsArgs) -> Result<bool, OperatorCommandError> {
-        match self.watch.look(&mut self.client) {
+    fn read_exits(&mut self, args: &ExitsArgs) -> Result<bool, OperatorCommandError> {
+        match self.watch.read_exits(&mut self.client) {
             Ok(mut seen) => {
-                seen.traced = self.trace.as_mut().map(ExitTrace::look).unwrap_or_default();
+                seen.traced = self.trace.as_mut().map(ExitTrace::read_exits).unwrap_or_default();
                 self.present.update_from(seen, &mut self.longest);
-                self.total = self.left.plus(&self.present);
+                self.total = self.former_totals.plus(&self.present);
                 Ok(true)
             }
             Err(ref e) if e.is_gone() => self.follow(args),
@@ -198,7 +198,7 @@ impl ObservedVm {
             return Ok(false);
         };
         let there = Self {
-            left: self.total.clone(),
+            former_totals: self.total.clone(),
             total: self.total.clone(),
             longest: std::mem::take(&mut self.longest),
             ..Self::begin(moved, args)?
@@ -289,7 +289,7 @@ impl ExitObserver {
     }
 
     /// Returns the exits since the start of the observation.
-    fn look(&mut self, client: &mut Client) -> Result<ExitReading, ClientError> {
+    fn read_exits(&mut self, client: &mut Client) -> Result<ExitReading, ClientError> {
         let readings = client.call(request::Read)?;
         self.with(&readings, client)
     }
@@ -310,7 +310,7 @@ impl ExitObserver {
             Some(KvmStatistic::of(&name.name, reading))
         };
         Ok(ExitReading {
-            ours,
+            user_exits: ours,
             kvms: self.statistics.iter().filter_map(of).flatten().collect(),
             traced: Vec::new(),
         })

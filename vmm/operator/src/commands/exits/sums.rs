@@ -57,7 +57,7 @@ fn add(sum: &mut TimedExits, other: &TimedExits) {
 pub(in super::super) struct ExitReading {
     /// Exits to user space: counts and times since the start of the observation, and maximum times
     /// since the previous reading.
-    pub(in super::super) ours: Vec<VcpuExits>,
+    pub(in super::super) user_exits: Vec<VcpuExits>,
     /// KVM's statistics since the start of the observation.
     pub(in super::super) kvms: Vec<KvmStatistic>,
     /// Exits timed by KVM's tracepoints, for the same periods as `ours`. Empty without tracepoints.
@@ -84,7 +84,7 @@ impl ExitTotals {
     /// Updates the totals from the reading `seen`. Raises each maximum of the current interval in
     /// `longest` to the maximum in the reading.
     pub(in super::super) fn update_from(&mut self, seen: ExitReading, longest: &mut ExitMaxima) {
-        now(&mut self.ours, seen.ours, &mut longest.ours);
+        now(&mut self.ours, seen.user_exits, &mut longest.ours);
         now(&mut self.traced, seen.traced, &mut longest.traced);
         let kvms = seen.kvms.into_iter();
         self.kvms = kvms.map(|of| ((Some(of.vcpu), of.name), of.count)).collect();
@@ -213,13 +213,17 @@ pub(super) mod tests {
     }
 
     /// Creates a reading with exits to user space only.
-    pub(in super::super) fn ours(ours: Vec<VcpuExits>) -> ExitReading {
+    pub(in super::super) fn from_user_exits(ours: Vec<VcpuExits>) -> ExitReading {
         both(ours, Vec::new())
     }
 
     fn both(ours: Vec<VcpuExits>, kvms: Vec<KvmStatistic>) -> ExitReading {
         let traced = Vec::new();
-        ExitReading { ours, kvms, traced }
+        ExitReading {
+            user_exits: ours,
+            kvms,
+            traced,
+        }
     }
 
     /// The totals of a VM that has moved include the exits in the source and destination processes.

@@ -42,7 +42,7 @@ pub(super) fn text(exits: &ExitTotals, when: &str, length: Duration) -> String {
         };
         let line = format!(
             "{} {name:<27} {:>14} {of_exits:>8}",
-            whose(*vcpu),
+            vcpu_label(*vcpu),
             thousands(*count)
         );
         let _ = writeln!(out, "{}", line.trim_end());
@@ -50,7 +50,7 @@ pub(super) fn text(exits: &ExitTotals, when: &str, length: Duration) -> String {
     out
 }
 
-fn whose(vcpu: Option<u32>) -> String {
+fn vcpu_label(vcpu: Option<u32>) -> String {
     vcpu.map_or_else(String::new, |vcpu| format!("VCPU{vcpu:<6} "))
 }
 
@@ -83,7 +83,7 @@ fn timed_table(out: &mut String, title: &str, exits: &TimedExits, length: Durati
         let _ = writeln!(
             out,
             "{} {:<27} {:>14} {:>8} {:>14.3} {:>8} {:>12} {:>12}",
-            whose(*vcpu),
+            vcpu_label(*vcpu),
             describe_reason(reason),
             thousands(of.count),
             share(of.count, count),
@@ -196,7 +196,7 @@ fn timed_json(exits: &TimedExits) -> Vec<Value> {
 
 #[cfg(test)]
 mod tests {
-    use super::super::sums::tests::{ours, seen};
+    use super::super::sums::tests::{from_user_exits, seen};
     use super::*;
 
     /// Rows of the table are sorted by time, and the mean time covers the timed exits only.
@@ -207,7 +207,7 @@ mod tests {
             seen(0, "port_write", 300, 300_000, 5_000),
             seen(1, "wrmsr", 100, 900_000, 20_000),
         ];
-        exits.update_from(ours(seen), &mut Default::default());
+        exits.update_from(from_user_exits(seen), &mut Default::default());
         let text = text(&exits.summed(), "all of 2.000 s", Duration::from_secs(2));
         let lines: Vec<Vec<&str>> = text
             .lines()
@@ -234,7 +234,7 @@ mod tests {
         let mut vcpu = seen(0, "kick", 1, 0, 0);
         vcpu.exits[0].timed = 0;
         let mut exits = ExitTotals::default();
-        exits.update_from(ours(vec![vcpu]), &mut Default::default());
+        exits.update_from(from_user_exits(vec![vcpu]), &mut Default::default());
         let text = text(&exits, "x", Duration::from_secs(1));
         let line = text.lines().find(|line| line.contains("kick")).unwrap();
         assert!(line.starts_with("VCPU0") && line.ends_with('-'), "{line}");

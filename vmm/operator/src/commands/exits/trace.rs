@@ -174,14 +174,14 @@ impl ExitTrace {
 
     /// Returns the exits since tracing began. Their maximum durations cover the time since the
     /// previous call.
-    pub(super) fn look(&mut self) -> Vec<VcpuExits> {
+    pub(super) fn read_exits(&mut self) -> Vec<VcpuExits> {
         if let Err(why) = self.find_vcpus() {
             self.failed.get_or_insert(why);
         }
         self.drain();
         let of = |vcpu: &mut TracedVcpu| VcpuExits {
             vcpu: vcpu.number,
-            exits: vcpu.counted.look(),
+            exits: vcpu.counted.read_exits(),
         };
         // A hot-plugged vCPU can have had several threads. Add up their exits.
         let mut all: Vec<VcpuExits> = Vec::new();
@@ -294,7 +294,7 @@ impl ThreadExits {
         Some(())
     }
 
-    fn look(&mut self) -> Vec<ExitsOfReason> {
+    fn read_exits(&mut self) -> Vec<ExitsOfReason> {
         let mut all = Vec::new();
         for of in self.exits.values_mut() {
             add(&mut all, of.clone());
@@ -496,7 +496,7 @@ mod tests {
         ] {
             let _ = counted.sample(&body(time, id, reason), &points);
         }
-        let seen = counted.look();
+        let seen = counted.read_exits();
         let of = |name: &str| seen.iter().find(|of| of.reason == name).unwrap();
         let halts = of("hlt");
         assert_eq!(
@@ -505,7 +505,7 @@ mod tests {
         );
         assert_eq!((of("npf").count, of("npf").timed), (1, 0));
         // The maximum covers the time since the previous call.
-        assert_eq!(counted.look().iter().map(|of| of.max_ns).max(), Some(0));
+        assert_eq!(counted.read_exits().iter().map(|of| of.max_ns).max(), Some(0));
     }
 
     #[test]

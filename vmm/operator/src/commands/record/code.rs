@@ -157,13 +157,13 @@ impl ProgramCache {
     }
 
     /// Drops the cached mappings of process `pid` after an exec.
-    pub(super) fn forget(&mut self, pid: u32) {
+    pub(super) fn drop_process(&mut self, pid: u32) {
         self.processes.remove(&pid);
     }
 
     /// Returns the mapping of process `pid` that contains `address`.
     pub(super) fn mapping(&mut self, pid: u32, address: u64) -> Option<&CodeMapping> {
-        self.ask(pid, address);
+        self.request_mappings(pid, address);
         let process = self.processes.get(&pid)?.as_ref()?;
         find(&process.mappings, address)
     }
@@ -242,7 +242,7 @@ impl ProgramCache {
     }
 
     /// Requests the mappings of process `pid` unless a known mapping contains `address`.
-    fn ask(&mut self, pid: u32, address: u64) {
+    fn request_mappings(&mut self, pid: u32, address: u64) {
         let times = match self.processes.get(&pid) {
             Some(None) => return,
             Some(Some(process)) => {
@@ -300,7 +300,7 @@ impl ProgramCache {
     /// Loads the module mapped at `address` in process `pid`. Returns `false` if the address is not
     /// mapped.
     fn load(&mut self, pid: u32, address: u64) -> bool {
-        self.ask(pid, address);
+        self.request_mappings(pid, address);
         let Some(Some(process)) = self.processes.get_mut(&pid) else {
             return false;
         };
@@ -411,6 +411,6 @@ fn state<'s>(user: &UserRegsAndStack<'s>, asked: usize) -> Option<UserThreadStat
         registers,
         exact_ip: true,
         stack: user.stack,
-        cut: user.stack.len() >= asked,
+        stack_truncated: user.stack.len() >= asked,
     })
 }

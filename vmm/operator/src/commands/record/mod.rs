@@ -22,7 +22,7 @@ use perf_core::record::{DecodedRecord, Sample as RingSample};
 use super::all::for_each_vm;
 use super::migrate::find_moved;
 use super::select::name_or_pid;
-use super::{DONE, OperatorCommandError, WaitResult, connect, say, wait_until};
+use super::{DONE, OperatorCommandError, WaitResult, connect, print_stderr, wait_until};
 use crate::exit::ExitStatus;
 use crate::sampling::{VcpuRing, check_sampling_support, wait_for_kernel};
 use crate::signals::StopSignals;
@@ -119,7 +119,7 @@ fn record_one(
         Ok(()) => Ok(DONE),
         // The samples written before the error are readable, so report the error but keep the file.
         Err(error @ RecordError::Truncated { .. }) => {
-            say(&format!("perfvisor: error: {}\n", error_line(&error)));
+            print_stderr(&format!("perfvisor: error: {}\n", error_line(&error)));
             Ok(ExitStatus::CheckFailed)
         }
         Err(error) => Err(error),
@@ -189,7 +189,7 @@ fn sample(
             if over {
                 break;
             }
-            recording.keep()?;
+            recording.update_header()?;
             if recording.is_switch_due(signals) {
                 recording.switch_file(args)?;
             }
@@ -240,7 +240,7 @@ fn sample(
         recording.add_losses(losses.iter().map(|l| l.lost).sum())?;
     }
     if progress {
-        say("\r\x1b[K");
+        print_stderr("\r\x1b[K");
     }
     Ok(gone)
 }
@@ -495,7 +495,7 @@ impl SampleStreams {
     fn drain(&mut self, recording: &mut Recording) -> Result<(), RecordError> {
         // Read host kernel samples first, because VM samples replace some of them.
         for lane in &mut self.lanes {
-            let drained = lane.ring.drain(|sample| lane.merge.light(sample));
+            let drained = lane.ring.drain(|sample| lane.merge.add_light(sample));
             recording.add_losses(drained.lost)?;
             recording.add_throttled(drained.throttled);
         }
@@ -598,7 +598,7 @@ impl SampleStreams {
         let add = |a: MergedSampleCounts, b: MergedSampleCounts| MergedSampleCounts {
             light: a.light + b.light,
             full: a.full + b.full,
-            instead: a.instead + b.instead,
+            in_full_mode: a.in_full_mode + b.in_full_mode,
             host: a.host + b.host,
         };
         let lanes = self.lanes.iter().map(|lane| lane.merge.totals());

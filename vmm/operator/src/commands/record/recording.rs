@@ -11,7 +11,7 @@ use perf_core::pmu::host::{ThreadSwitch, monotonic_ns};
 use perf_core::record::Sample as RingSample;
 
 use super::super::select::name_or_pid;
-use super::super::{OperatorCommandError, connect, create_private, files, say};
+use super::super::{OperatorCommandError, connect, create_private, files, print_stderr};
 use super::args::{CallGraph, RecordArgs};
 use super::branches::BranchTotals;
 use super::code::{ProgramCache, UnwindTotals};
@@ -197,7 +197,7 @@ impl Recording {
         {
             if before.is_some() && tid == pid {
                 // A new name usually indicates an exec.
-                self.code.forget(pid);
+                self.code.drop_process(pid);
             }
             let task = TaskName {
                 time_ns: self.file_ns(since_ns),
@@ -220,7 +220,7 @@ impl Recording {
             self.held.0 += 1;
             self.held.1 += u64::from(raw.held_ns);
         }
-        self.cut_short += u64::from(ends.cut_short().is_some());
+        self.cut_short += u64::from(ends.truncation_reason().is_some());
         let kernel = raw.cpl != 3;
         self.note((!kernel).then_some(pid), sample.ip);
         self.note_chain(kernel, pid);
@@ -391,7 +391,7 @@ impl Recording {
         }
         self.lost += lost;
         self.writer
-            .lost(self.first_id, lost, self.file_ns(self.last_ns))
+            .write_lost(self.first_id, lost, self.file_ns(self.last_ns))
             .map_err(RecordError::Write)
     }
 
@@ -405,7 +405,7 @@ impl Recording {
 
     /// Updates the file header, which keeps the samples written so far if the recorder is killed.
     /// Called after each drain, because an update costs only three system calls.
-    pub(super) fn keep(&mut self) -> Result<(), RecordError> {
+    pub(super) fn update_header(&mut self) -> Result<(), RecordError> {
         self.writer.checkpoint().map_err(RecordError::Write)
     }
 
@@ -429,7 +429,7 @@ impl Recording {
     }
 
     pub(super) fn show_progress(&self, elapsed: Duration) {
-        say(&format!(
+        print_stderr(&format!(
             "\r[ perfvisor record: {} samples, {:.3} MB, {} lost, {} s ]\x1b[K",
             self.writer.samples(),
             self.writer.bytes() as f64 / 1e6,
@@ -493,7 +493,7 @@ impl Recording {
             self.writer.mapping(mapping).map_err(RecordError::Write)?;
         }
         if !args.quiet {
-            say(&format!(
+            print_stderr(&format!(
                 "[ perfvisor record: wrote {} ({samples} samples) ]\n",
                 completed.display()
             ));
@@ -535,7 +535,7 @@ impl Recording {
             } else {
                 format!(", {} with call chains", self.with_chain)
             };
-            say(&format!(
+            print_stderr(&format!(
                 "[ perfvisor record: wrote {mb:.3} MB to {name} ({samples} samples{chains}) ]\n"
             ));
         }
@@ -626,8 +626,8 @@ fn log_totals(totals: &MergedSampleCounts) {
     let percent = |n: u64, of: u64| 100.0 * n as f64 / of.max(1) as f64;
     let light = percent(totals.light, all);
     log::info!("the host's kernel took {light:.1} % of the samples; the others stopped the vCPU");
-    if totals.instead > 0 {
-        let instead = percent(totals.instead, all);
+    if totals.in_full_mode > 0 {
+        let instead = percent(totals.in_full_mode, all);
         log::info!("{instead:.1} % stopped the vCPU because the host's kernel could not sample the guest");
     }
     if totals.host > 0 {

@@ -67,24 +67,24 @@ fn interval_metrics(at: Duration, length: Duration, totals: &[Total], args: &Sta
 
 /// Returns the label of an output line: the vCPU of `total` or, with `--per-vcpu`, `VM` for an
 /// event of the whole VM.
-fn whose(total: &Total, args: &StatArgs) -> Option<String> {
+fn vcpu_label(total: &Total, args: &StatArgs) -> Option<String> {
     let whole = args.per_vcpu.then(|| "VM".to_owned());
     total.vcpu.map(|v| format!("VCPU{v}")).or(whole)
 }
 
 fn vcpu_column(total: &Total, args: &StatArgs) -> String {
-    whose(total, args).map_or_else(String::new, |whose| format!("{whose:<10} "))
+    vcpu_label(total, args).map_or_else(String::new, |whose| format!("{whose:<10} "))
 }
 
 fn plain(total: &Total, note: Option<&str>) -> String {
-    stat_line(&total.name, &total.counted, total.unit, note, total.doubt)
+    stat_line(&total.name, &total.counted, total.unit, note, total.uncertainty)
 }
 
 fn csv_total(total: &Total, all: &[Total], seconds: f64, args: &StatArgs, separator: &str) -> String {
-    let vcpu = whose(total, args).map_or_else(String::new, |whose| whose + separator);
+    let vcpu = vcpu_label(total, args).map_or_else(String::new, |whose| whose + separator);
     // As in perf, the field is present in every line of a repeated measurement and absent
     // otherwise, because programs count fields.
-    let error = (args.repeat > 1).then(|| total.doubt.error().unwrap_or(0.0));
+    let error = (args.repeat > 1).then(|| total.uncertainty.error().unwrap_or(0.0));
     let derived = derived(total, all, seconds);
     let derived = derived.as_ref().map(|d| (d.value, d.unit.as_str()));
     vcpu + &csv_line(&total.name, &total.counted, total.unit, error, derived, separator)
@@ -106,7 +106,7 @@ fn json_line(total: &Total, all: &[Total], seconds: f64, at_s: Option<f64>) -> S
     put("counter-value", json!(fields.value));
     put("unit", json!(fields.unit));
     put("event", json!(total.name));
-    match total.doubt {
+    match total.uncertainty {
         CountUncertainty::Silent => {}
         CountUncertainty::Error(percent) => put("variance", json!(percent)),
         CountUncertainty::Within(percent) => put("error-within", json!(percent)),
@@ -254,7 +254,7 @@ pub(super) mod tests {
                 enabled_ns: 1,
                 running_ns: 1,
             },
-            doubt: CountUncertainty::Silent,
+            uncertainty: CountUncertainty::Silent,
             backing: "software".into(),
             estimate: false,
         }

@@ -14,7 +14,7 @@ pub(super) struct Total {
     pub(super) unit: CountUnit,
     pub(super) counted: CountResult,
     /// Uncertainty of a scaled count or of repeated runs.
-    pub(super) doubt: CountUncertainty,
+    pub(super) uncertainty: CountUncertainty,
     pub(super) backing: String,
     pub(super) estimate: bool,
 }
@@ -57,7 +57,7 @@ pub(super) fn totals(
             vcpu,
             unit,
             counted,
-            doubt,
+            uncertainty: doubt,
             backing: first.backing.clone(),
             estimate: first.estimate,
         })
@@ -180,7 +180,7 @@ pub(super) fn merge(runs: &[Vec<Total>]) -> Vec<Total> {
         };
         Total {
             counted,
-            doubt,
+            uncertainty: doubt,
             ..total.clone()
         }
     };
@@ -266,7 +266,7 @@ mod tests {
             running_ns: 15,
         };
         assert_eq!(sums[0].counted, expected);
-        assert!((sums[0].doubt.error().unwrap() - 1.5).abs() < 1e-9);
+        assert!((sums[0].uncertainty.error().unwrap() - 1.5).abs() < 1e-9);
     }
 
     /// If the count of one vCPU has no standard error, the uncertainty of the sum is the sum of all
@@ -279,7 +279,7 @@ mod tests {
             ..reading(0, 50, 10, 5)
         };
         let known = reading(1, 50, 10, 5);
-        let doubt = |parts: &[EventReading]| totals(&events, parts, &[], false)[0].doubt;
+        let doubt = |parts: &[EventReading]| totals(&events, parts, &[], false)[0].uncertainty;
         assert_eq!(
             doubt(&[bounded.clone(), known.clone()]),
             CountUncertainty::Within(12.0)
@@ -346,7 +346,7 @@ mod tests {
             vcpu: None,
             unit: CountUnit::Count,
             counted,
-            doubt: CountUncertainty::Silent,
+            uncertainty: CountUncertainty::Silent,
             backing: "hardware".into(),
             estimate: false,
         };
@@ -357,7 +357,7 @@ mod tests {
         };
         let merged = merge(&[vec![total(value(10))], vec![total(value(20))]]);
         assert!(matches!(merged[0].counted, CountResult::Value { count: 15, .. }));
-        assert!((merged[0].doubt.error().unwrap() - 100.0 / 3.0).abs() < 1e-9);
+        assert!((merged[0].uncertainty.error().unwrap() - 100.0 / 3.0).abs() < 1e-9);
         let merged = merge(&[vec![total(value(10))], vec![total(CountResult::NotCounted)]]);
         assert_eq!(merged[0].counted, CountResult::NotCounted);
     }

@@ -166,7 +166,7 @@ impl Collector {
             Err(e) if e.is_gone() => return Ok(CollectResult::Gone),
             Err(e) => return Err(e.into()),
         }
-        match self.ask(now) {
+        match self.query(now) {
             Ok(screen) => Ok(CollectResult::Screen(Box::new(screen))),
             Err(e) if e.is_gone() => Ok(CollectResult::Gone),
             Err(e) => Err(e.into()),
@@ -236,7 +236,7 @@ impl Collector {
     }
 
     /// Requests the VM's state, event readings and guest counters, and returns the data to display.
-    fn ask(&mut self, now: Instant) -> Result<TopVmData, ClientError> {
+    fn query(&mut self, now: Instant) -> Result<TopVmData, ClientError> {
         let vm: VmInfo = self.client.call(request::Status)?;
         let readings: Vec<EventReading> = self.client.call(request::Read)?;
         let losses: Vec<RingLoss> = self.client.call(request::RingLosses)?;
@@ -347,7 +347,7 @@ impl Collector {
                     let reading = list.iter().find(|r| Some(r.handle) == event.handle)?;
                     match event.vcpu {
                         Some(_) => Some(reading.clone()),
-                        None => reading.on(vcpu),
+                        None => reading.for_vcpu(vcpu),
                     }
                 };
                 match (event.handle, find(readings)) {

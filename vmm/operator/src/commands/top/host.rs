@@ -68,7 +68,7 @@ impl ObservedVms {
     pub(super) fn begin(args: &TopArgs) -> Result<Self, OperatorCommandError> {
         let mut host = Self::of_nobody(args);
         if args.all {
-            let found = ps::everywhere();
+            let found = ps::all_users();
             if found.is_empty() {
                 return Err(ClientError::Which(Vec::new()).into());
             }
@@ -114,7 +114,7 @@ impl ObservedVms {
         let (args, stop, tell) = (self.args.clone(), self.stop.clone(), self.tell.clone());
         let work = move || {
             let looks = || {
-                look(come, &args, &stop, &forgotten, |seen| {
+                observe(come, &args, &stop, &forgotten, |seen| {
                     tell.send((number, WatchEvent::Screen(seen))).is_ok()
                 })
             };
@@ -126,7 +126,7 @@ impl ObservedVms {
             Err(e) => (ObservedVmState::Failed(format!("no thread for it: {e}")), false),
         };
         let new = WatchedVm {
-            vm: TopVmEntry { label, seen },
+            vm: TopVmEntry { label, state: seen },
             forget,
             number,
             alive,
@@ -147,11 +147,11 @@ impl ObservedVms {
         !self
             .watched
             .iter()
-            .any(|w| matches!(w.vm.seen, ObservedVmState::Waiting))
+            .any(|w| matches!(w.vm.state, ObservedVmState::Waiting))
     }
 
     /// Discards the samples of all VMs.
-    pub(super) fn forget(&self) {
+    pub(super) fn clear_samples(&self) {
         for watched in &self.watched {
             // Ignore the error if the thread has ended.
             let _ = watched.forget.send(());
@@ -171,7 +171,7 @@ impl ObservedVms {
         let Some(watched) = self.watched.iter_mut().find(|w| w.number == number) else {
             return Ok(None);
         };
-        watched.vm.seen = match came {
+        watched.vm.state = match came {
             WatchEvent::Screen(seen) => ObservedVmState::Shown(seen),
             WatchEvent::Gone if only => return Ok(Some(DisplayUpdate::Ended)),
             WatchEvent::Failed(e) if only => return Err(e),
@@ -255,7 +255,7 @@ pub(super) fn install_observer_panic_hook() {
 }
 
 /// Observes a VM periodically until it terminates or the receiver of `tell` is dropped.
-fn look(
+fn observe(
     come: impl FnOnce() -> Result<Client, ClientError>,
     args: &TopArgs,
     stop: &AtomicBool,
@@ -305,7 +305,7 @@ mod tests {
         // Time limit that only a failing test reaches.
         let news = host.news(Duration::from_secs(300));
         assert!(matches!(news, Ok(Some(DisplayUpdate::Changed))), "{news:?}");
-        match &host.vms()[0].seen {
+        match &host.vms()[0].state {
             ObservedVmState::Failed(why) => assert!(why.contains("a VM that nobody thought of"), "{why}"),
             other => panic!("{other:?}"),
         }

@@ -98,7 +98,7 @@ fn once(args: &TopArgs, host: &mut ObservedVms, signals: &StopSignals) -> Result
     print(&screen.text())?;
     let mut status = DONE;
     for vm in &screen.vms {
-        match &vm.seen {
+        match &vm.state {
             ObservedVmState::Failed(why) => log::warn!("{}: {why}", vm.label),
             ObservedVmState::Ended => log::warn!("{}: the VM has exited", vm.label),
             ObservedVmState::Waiting | ObservedVmState::Shown(_) => continue,
@@ -193,7 +193,7 @@ fn watch(
             match event::read().map_err(TopError::Terminal)? {
                 Event::Key(key) if key.kind != KeyEventKind::Release => match ui.key(key) {
                     UiAction::Quit => return Ok(ViewEnd::Asked),
-                    UiAction::Reset => host.forget(),
+                    UiAction::Reset => host.clear_samples(),
                     UiAction::Draw => {}
                 },
                 Event::Mouse(mouse) => {

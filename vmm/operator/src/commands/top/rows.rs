@@ -8,7 +8,7 @@ pub struct TopVmEntry {
     /// Name of the VM, followed by `@` and the user if the owner is another user.
     pub label: String,
     /// Observed state of the VM.
-    pub seen: ObservedVmState,
+    pub state: ObservedVmState,
 }
 
 /// Observed state of a VM.

@@ -58,7 +58,7 @@ struct ProcessSum<'a> {
     samples: u64,
     kernel: f64,
     process: &'a str,
-    whose: TopRowOwner,
+    owner: TopRowOwner,
     hottest: Option<(&'a TopSymbolRow, f64)>,
 }
 
@@ -66,7 +66,7 @@ impl TopScreen {
     /// Returns the label and the data of each selected VM that has reported data.
     fn seen<'a>(&'a self, ui: &'a TopUiState) -> impl Iterator<Item = (&'a str, &'a TopVmData)> {
         let chosen = |label: &str| ui.vm.as_deref().is_none_or(|only| only == label);
-        self.vms.iter().filter_map(move |vm| match &vm.seen {
+        self.vms.iter().filter_map(move |vm| match &vm.state {
             ObservedVmState::Shown(seen) if chosen(&vm.label) => Some((vm.label.as_str(), &**seen)),
             _ => None,
         })
@@ -151,7 +151,7 @@ impl TopScreen {
         frame.render_widget(Line::from(spans), tabs);
         let mut sheet = self.sheet(ui);
         sheet.search(&ui.search);
-        let shown = ui.shown();
+        let shown = ui.view_state();
         sheet.sort(shown.sort, shown.reverse);
         // The first line holds the column titles.
         let titles = Rect {
@@ -164,7 +164,7 @@ impl TopScreen {
             ..body
         };
         let room = usize::from(drawn.rows.height);
-        drawn.titles = sheet.places(titles);
+        drawn.titles = sheet.column_areas(titles);
         let shown = ui.shown_mut();
         shown.cursor = shown.cursor.min(sheet.rows.len().saturating_sub(1));
         let least = (shown.cursor + 1).saturating_sub(room.max(1));
@@ -172,8 +172,8 @@ impl TopScreen {
         shown.offset = shown.offset.clamp(least, most.min(shown.cursor).max(least));
         frame.render_widget(sheet.table(shown.offset, room, shown.cursor, shown.sort), body);
         let found = sheet.rows.len();
-        drawn.whose = sheet.rows.into_iter().map(|row| row.whose).collect();
-        ui.drawn = drawn;
+        drawn.row_owners = sheet.rows.into_iter().map(|row| row.owner).collect();
+        ui.areas = drawn;
         if ui.help {
             let lines: Vec<Line<'_>> = HELP.iter().map(|line| Line::from(*line)).collect();
             frame.render_widget(Clear, body);
@@ -195,9 +195,13 @@ impl TopScreen {
                 ui.search
             ));
         }
-        let chosen = ui.drawn.whose.get(ui.shown().cursor).map(|whose| &whose.vm);
+        let chosen = ui
+            .areas
+            .row_owners
+            .get(ui.view_state().cursor)
+            .map(|whose| &whose.vm);
         if let (TopView::Vms, Some(vm)) = (ui.view, self.vms.iter().find(|vm| Some(&vm.label) == chosen))
-            && let ObservedVmState::Failed(why) = &vm.seen
+            && let ObservedVmState::Failed(why) = &vm.state
         {
             return Some(format!("{}: {}", one_line(&vm.label), one_line(why)));
         }
@@ -231,7 +235,7 @@ impl TopScreen {
         if self.all_vms && !matches!(ui.view, TopView::Vms | TopView::Symbols) {
             sheet.columns.insert(0, column("VM", 16, TopColumnKind::Text));
             for row in &mut sheet.rows {
-                row.cells.insert(0, TopCellValue::text(one_line(&row.whose.vm)));
+                row.cells.insert(0, TopCellValue::text(one_line(&row.owner.vm)));
             }
         }
         sheet
@@ -243,7 +247,7 @@ impl TopScreen {
         let all: f64 = self.seen(&everything).map(|(_, vm)| weight(vm)).sum();
         let row = |vm: &TopVmEntry| {
             let mut cells = vec![TopCellValue::text(one_line(&vm.label))];
-            match &vm.seen {
+            match &vm.state {
                 ObservedVmState::Shown(seen) => {
                     let its = weight(seen);
                     let sum = |at| EventRateCell::sum(seen.vcpus.iter().map(|vcpu| cell(vcpu, at)));
@@ -343,7 +347,7 @@ impl TopScreen {
             sum.samples += row.samples;
             sum.kernel += if row.kernel { row.weight } else { 0.0 };
             sum.process = &row.process;
-            sum.whose = TopRowOwner {
+            sum.owner = TopRowOwner {
                 vm: label.to_owned(),
                 pid: row.pid,
             };
@@ -355,11 +359,11 @@ impl TopScreen {
         let row = |sum: ProcessSum<'_>| {
             let more = [
                 share_of(sum.kernel, sum.weight),
-                sum.whose.pid.map_or_else(
+                sum.owner.pid.map_or_else(
                     || TopCellValue::text("-"),
                     |pid| TopCellValue::number(pid.into(), pid.to_string()),
                 ),
-                TopCellValue::text(if sum.whose.pid.is_none() {
+                TopCellValue::text(if sum.owner.pid.is_none() {
                     "[unknown]"
                 } else {
                     sum.process
@@ -367,7 +371,7 @@ impl TopScreen {
                 TopCellValue::text(sum.hottest.map_or("", |(row, _)| &row.symbol)),
             ];
             TopTableRow {
-                whose: sum.whose,
+                owner: sum.owner,
                 ..sample_row(sum.weight, all, sum.samples, more)
             }
         };

@@ -68,7 +68,7 @@ pub struct TopTableRow {
     /// Style of the row on a terminal.
     pub style: Style,
     /// VM and process of the row.
-    pub whose: TopRowOwner,
+    pub owner: TopRowOwner,
 }
 
 impl TopTableRow {
@@ -77,14 +77,14 @@ impl TopTableRow {
         Self {
             cells,
             style: Style::new(),
-            whose: TopRowOwner::default(),
+            owner: TopRowOwner::default(),
         }
     }
 
     /// Creates a row in the default style that belongs to the VM `label`.
     pub fn of_vm(label: &str, cells: Vec<TopCellValue>) -> Self {
         Self {
-            whose: TopRowOwner {
+            owner: TopRowOwner {
                 vm: label.to_owned(),
                 pid: None,
             },
@@ -165,7 +165,7 @@ impl TopSortableTable {
     }
 
     /// Returns the screen areas of the table's columns within `area`.
-    pub fn places(&self, area: Rect) -> Vec<Rect> {
+    pub fn column_areas(&self, area: Rect) -> Vec<Rect> {
         Layout::horizontal(self.widths()).spacing(1).split(area).to_vec()
     }
 

@@ -82,7 +82,7 @@ pub struct ScreenAreas {
     /// Area of the rows.
     pub rows: Rect,
     /// VM and process of each table row, by row index.
-    pub whose: Vec<TopRowOwner>,
+    pub row_owners: Vec<TopRowOwner>,
 }
 
 /// State of the user interface: selected view, filters, search and cursors.
@@ -104,7 +104,7 @@ pub struct TopUiState {
     /// Process whose functions are displayed; `None` for all.
     pub process: Option<TopRowOwner>,
     /// Screen areas of the last drawing.
-    pub drawn: ScreenAreas,
+    pub areas: ScreenAreas,
 }
 
 /// Action that the caller must take after a key or mouse event.
@@ -130,7 +130,7 @@ impl TopUiState {
     }
 
     /// Returns the sort order, cursor and scroll position of the current view.
-    pub fn shown(&self) -> TopViewState {
+    pub fn view_state(&self) -> TopViewState {
         self.shown[self.view as usize]
     }
 
@@ -157,7 +157,7 @@ impl TopUiState {
     /// Cycles to the next or previous sort column. The default order follows the last column and
     /// precedes the first.
     fn next_sort(&mut self, forward: bool) {
-        let columns = self.drawn.titles.len();
+        let columns = self.areas.titles.len();
         let shown = self.shown_mut();
         shown.sort = match (shown.sort, forward) {
             (None, true) => Some(0),
@@ -175,14 +175,14 @@ impl TopUiState {
     }
 
     fn scroll(&mut self, by: isize) {
-        let last = self.drawn.whose.len().saturating_sub(1);
+        let last = self.areas.row_owners.len().saturating_sub(1);
         let shown = self.shown_mut();
         shown.cursor = shown.cursor.saturating_add_signed(by).min(last);
     }
 
     /// Opens the selected row, which shows the functions of a VM or a process.
     fn enter(&mut self) {
-        let Some(whose) = self.drawn.whose.get(self.shown().cursor).cloned() else {
+        let Some(whose) = self.areas.row_owners.get(self.view_state().cursor).cloned() else {
             return;
         };
         match self.view {
@@ -195,7 +195,7 @@ impl TopUiState {
         *self.shown_mut() = TopViewState {
             cursor: 0,
             offset: 0,
-            ..self.shown()
+            ..self.view_state()
         };
     }
 
@@ -273,17 +273,17 @@ impl TopUiState {
             MouseEventKind::ScrollDown => self.scroll(TURN),
             MouseEventKind::ScrollUp => self.scroll(-TURN),
             MouseEventKind::Down(MouseButton::Left) => {
-                if let Some(tab) = under(&self.drawn.tabs) {
+                if let Some(tab) = under(&self.areas.tabs) {
                     self.show(tab);
-                } else if let Some(column) = under(&self.drawn.titles) {
+                } else if let Some(column) = under(&self.areas.titles) {
                     self.sort_by(column);
-                } else if self.drawn.rows.contains(at) {
-                    let row = self.shown().offset + usize::from(at.y - self.drawn.rows.y);
-                    if row >= self.drawn.whose.len() {
+                } else if self.areas.rows.contains(at) {
+                    let row = self.view_state().offset + usize::from(at.y - self.areas.rows.y);
+                    if row >= self.areas.row_owners.len() {
                         return false;
                     }
                     // A click on the selected row opens it.
-                    if row == self.shown().cursor {
+                    if row == self.view_state().cursor {
                         self.enter();
                     } else {
                         self.shown_mut().cursor = row;
@@ -307,7 +307,7 @@ mod tests {
     #[test]
     fn keys_match_help_line() {
         let mut ui = TopUiState::new(false);
-        ui.drawn.titles = vec![Rect::default(); 2];
+        ui.areas.titles = vec![Rect::default(); 2];
         assert_eq!(press(&mut ui, KeyCode::Char('q')), UiAction::Quit);
         assert_eq!(press(&mut ui, KeyCode::Esc), UiAction::Quit);
         let control_c = KeyEvent::new(KeyCode::Char('c'), KeyModifiers::CONTROL);
@@ -328,11 +328,11 @@ mod tests {
         );
         assert!(!ui.help);
         press(&mut ui, KeyCode::Char('s'));
-        assert_eq!(ui.shown().sort, Some(0));
+        assert_eq!(ui.view_state().sort, Some(0));
         press(&mut ui, KeyCode::Char('s'));
         press(&mut ui, KeyCode::Char('s'));
         assert_eq!(
-            ui.shown().sort,
+            ui.view_state().sort,
             None,
             "behind the last column comes the usual order"
         );
@@ -370,12 +370,12 @@ mod tests {
     fn enter_opens_row_and_escape_returns() {
         let mut ui = TopUiState::new(true);
         let whose = |vm: &str, pid| TopRowOwner { vm: vm.into(), pid };
-        ui.drawn.whose = vec![whose("a", None), whose("b", None)];
+        ui.areas.row_owners = vec![whose("a", None), whose("b", None)];
         press(&mut ui, KeyCode::Down);
         press(&mut ui, KeyCode::Enter);
         assert_eq!((ui.vm.as_deref(), ui.view), (Some("b"), TopView::Symbols));
         press(&mut ui, KeyCode::Char('3'));
-        ui.drawn.whose = vec![whose("b", Some(7))];
+        ui.areas.row_owners = vec![whose("b", Some(7))];
         press(&mut ui, KeyCode::Enter);
         assert_eq!(ui.process, Some(whose("b", Some(7))));
         press(&mut ui, KeyCode::Esc);
@@ -388,11 +388,11 @@ mod tests {
     #[test]
     fn mouse_selects_views_columns_and_rows() {
         let mut ui = TopUiState::new(true);
-        ui.drawn = ScreenAreas {
+        ui.areas = ScreenAreas {
             tabs: vec![Rect::new(0, 1, 8, 1), Rect::new(9, 1, 8, 1)],
             titles: vec![Rect::new(0, 2, 10, 1), Rect::new(11, 2, 10, 1)],
             rows: Rect::new(0, 3, 80, 10),
-            whose: vec![TopRowOwner::default(); 5],
+            row_owners: vec![TopRowOwner::default(); 5],
         };
         let click = |ui: &mut TopUiState, column, row| {
             let kind = MouseEventKind::Down(MouseButton::Left);
@@ -404,11 +404,11 @@ mod tests {
             })
         };
         assert!(click(&mut ui, 12, 2));
-        assert_eq!((ui.shown().sort, ui.shown().reverse), (Some(1), false));
+        assert_eq!((ui.view_state().sort, ui.view_state().reverse), (Some(1), false));
         click(&mut ui, 12, 2);
-        assert!(ui.shown().reverse, "again: the other way round");
+        assert!(ui.view_state().reverse, "again: the other way round");
         click(&mut ui, 5, 6);
-        assert_eq!(ui.shown().cursor, 3);
+        assert_eq!(ui.view_state().cursor, 3);
         assert!(!click(&mut ui, 5, 11), "there is no row");
         click(&mut ui, 10, 1);
         assert_eq!(ui.view, TopView::Symbols);
@@ -420,6 +420,6 @@ mod tests {
             row,
             modifiers,
         });
-        assert_eq!(ui.shown().cursor, 3);
+        assert_eq!(ui.view_state().cursor, 3);
     }
 }

@@ -58,7 +58,7 @@ impl ConsoleVm {
             match self.lines.recv_timeout(LINE_TIMEOUT) {
                 Ok(line) if line.contains(part) => return line,
                 Ok(_) => {}
-                Err(e) => panic!("no line with {part:?}: {e}; {:?}", self.said()),
+                Err(e) => panic!("no line with {part:?}: {e}; {:?}", self.log_lines()),
             }
         }
     }

@@ -71,7 +71,7 @@ impl TestVm {
 
     /// Runs an operator command that must succeed, and returns its standard output.
     #[track_caller]
-    pub fn say(&self, args: &[&str]) -> String {
+    pub fn run_for_stderr(&self, args: &[&str]) -> String {
         super::vm::stdout_of(&mut self.vm.command(args))
     }
 
@@ -82,7 +82,7 @@ impl TestVm {
 
     /// Returns the output of `ps`, once the VM has answered.
     pub fn ps(&self) -> Vec<VmInfo> {
-        let text = super::vm::ps_until_all_answer(|| self.say(&["ps", "--json"]));
+        let text = super::vm::ps_until_all_answer(|| self.run_for_stderr(&["ps", "--json"]));
         text.lines()
             .map(|line| serde_json::from_str(line).unwrap())
             .collect()

@@ -41,7 +41,7 @@ pub fn stdout_of(command: &mut Command) -> String {
 
 /// Runs a command, and returns its exit status and the combined text of standard output and
 /// standard error.
-pub fn said(command: &mut Command) -> (Option<i32>, String) {
+pub fn run_and_read_stderr(command: &mut Command) -> (Option<i32>, String) {
     let out = command.stdin(Stdio::null()).output().unwrap();
     let text = String::from_utf8_lossy(&out.stdout).into_owned() + &String::from_utf8_lossy(&out.stderr);
     (out.status.code(), text)
@@ -50,7 +50,7 @@ pub fn said(command: &mut Command) -> (Option<i32>, String) {
 /// Runs a command that must exit with status 2 and print one line. Returns that line.
 #[track_caller]
 pub fn refusal(command: &mut Command) -> String {
-    let (status, text) = said(command);
+    let (status, text) = run_and_read_stderr(command);
     assert_eq!(
         (status, text.lines().count()),
         (Some(2), 1),
@@ -161,13 +161,13 @@ impl VmProcess {
     }
 
     /// Returns the lines written to standard error so far.
-    pub fn said(&self) -> Vec<String> {
+    pub fn log_lines(&self) -> Vec<String> {
         self.stderr.so_far()
     }
 
     /// Returns the number of lines on standard error that contain `part`.
-    pub fn said_count(&self, part: &str) -> usize {
-        self.said().iter().filter(|line| line.contains(part)).count()
+    pub fn count_log_lines(&self, part: &str) -> usize {
+        self.log_lines().iter().filter(|line| line.contains(part)).count()
     }
 
     /// Returns an operator command for this VM.
@@ -207,7 +207,7 @@ impl VmProcess {
 
     /// Returns the output of `perfvisor ctl NAME status`.
     pub fn state_of(&self, name: &str) -> String {
-        said(&mut self.command(&["ctl", name, "status"])).1
+        run_and_read_stderr(&mut self.command(&["ctl", name, "status"])).1
     }
 
     /// Waits until the output of `ctl NAME status` begins with `state`, which has the form `NAME:
@@ -229,7 +229,7 @@ impl VmProcess {
     #[track_caller]
     pub fn stop(&mut self, name: &str) {
         stdout_of(&mut self.command(&["ctl", name, "stop"]));
-        assert_eq!(self.wait(), Some(0), "{:?}", self.said());
+        assert_eq!(self.wait(), Some(0), "{:?}", self.log_lines());
     }
 
     /// Waits for the process to exit and its standard error to close. Returns the exit status.
@@ -281,7 +281,7 @@ impl SpinningVm {
         // Once the guest prints, the VM's sockets exist.
         let mut lines = BufReader::new(process.child.stdout.take().unwrap()).lines();
         let spins = lines.any(|line| line.unwrap_or_default().contains("spinning"));
-        assert!(spins, "the guest does not spin: {:?}", process.said());
+        assert!(spins, "the guest does not spin: {:?}", process.log_lines());
         Some(Self(process))
     }
 
@@ -304,7 +304,7 @@ impl SpinningVm {
     pub fn assert_counted_and_sampled(&self, name: &str, events: &str) {
         let text = self.observe_while_running(1.0, |seconds| {
             let args = ["stat", name, "-x,", "-e", events, "-d", seconds];
-            let (status, text) = said(&mut self.operator(&args));
+            let (status, text) = run_and_read_stderr(&mut self.operator(&args));
             assert_eq!(status, Some(0), "{text}");
             text
         });
@@ -317,10 +317,10 @@ impl SpinningVm {
         let file = file.to_str().unwrap();
         self.observe_while_running(1.0, |seconds| {
             let args = ["record", name, "-F", "500", "-d", seconds, "-q", "-o", file];
-            let (status, text) = said(&mut self.operator(&args));
+            let (status, text) = run_and_read_stderr(&mut self.operator(&args));
             assert_eq!(status, Some(0), "{text}");
         });
-        let (status, text) = said(&mut self.operator(&["report", "-i", file]));
+        let (status, text) = run_and_read_stderr(&mut self.operator(&["report", "-i", file]));
         assert_eq!(status, Some(0), "{text}");
         assert!(text.contains("spin_hot"), "{text}");
     }

@@ -55,7 +55,7 @@ fn writer(files: &tempfile::TempDir) -> Option<VmProcess> {
 fn waiting(name: &str, address: &str, stdin: Stdio) -> VmProcess {
     let args = ["--incoming", address, "--console", "none"];
     let vm = VmProcess::spawn(Command::new(PROGRAM), name, &args, stdin).unwrap();
-    eventually("it waits", || vm.said_count("waiting for a VM") > 0);
+    eventually("it waits", || vm.count_log_lines("waiting for a VM") > 0);
     vm
 }
 
@@ -143,7 +143,7 @@ fn receive_slowly(listener: &UnixListener) -> u32 {
 /// The VM continues if the guest writes memory too fast for a short final pause, and one message
 /// reports this. With `--force`, the VM is paused nevertheless.
 #[test]
-fn guest_that_writes_too_fast_goes_on() {
+fn non_converging_migration_resumes_vm() {
     let files = tempfile::tempdir().unwrap();
     let Some(vm) = writer(&files) else { return };
     let path = files.path().join("in");
@@ -182,12 +182,13 @@ fn vm_moves_over_inherited_sockets() {
     assert_eq!(vm.wait(), Some(0));
     assert!(receiver.state_of("two").starts_with("two: running"));
 
-    let (status, text) = said(&mut receiver.command(&["ctl", "two", "migrate", "fd:0"]));
+    let (status, text) = run_and_read_stderr(&mut receiver.command(&["ctl", "two", "migrate", "fd:0"]));
     assert!(
         status == Some(2) && text.contains("fd:0: it must be an inherited descriptor"),
         "{text}"
     );
-    let (status, text) = said(&mut receiver.command(&["run", "--name", "x", "--incoming", "fd:77"]));
+    let (status, text) =
+        run_and_read_stderr(&mut receiver.command(&["run", "--name", "x", "--incoming", "fd:77"]));
     assert!(
         status == Some(2) && text.contains("fd:77: it must be an inherited descriptor"),
         "{text}"
@@ -289,7 +290,7 @@ impl Source {
             "--downtime",
             "5000",
         ];
-        let outcome = said(&mut self.vm.operator(&args));
+        let outcome = run_and_read_stderr(&mut self.vm.operator(&args));
         proxy.join().unwrap();
         outcome
     }
@@ -340,12 +341,12 @@ fn exactly_one_process_runs_the_vm_wherever_the_stream_is_cut() {
                 let _ = fs::remove_file(source.path("in"));
             } else {
                 assert_eq!(receiver.wait(), Some(2), "{cut:?}");
-                assert_eq!(receiver.said_count("perfvisor: error: "), 1, "{cut:?}");
+                assert_eq!(receiver.count_log_lines("perfvisor: error: "), 1, "{cut:?}");
             }
             source.assert_runs();
         }
     }
-    source.assert_goes_on();
+    source.assert_still_runs();
 
     // Cut the connection so that the destination does not receive the run request.
     for kept in [0, 12] {
@@ -362,15 +363,16 @@ fn exactly_one_process_runs_the_vm_wherever_the_stream_is_cut() {
         assert!(
             source
                 .vm
-                .said_count("the VM may run where it was to move; it stays paused here")
+                .count_log_lines("the VM may run where it was to move; it stays paused here")
                 > 0
         );
-        let (status, text) = said(&mut source.vm.operator(&["ctl", "one", "snapshot", "/no/such"]));
+        let (status, text) =
+            run_and_read_stderr(&mut source.vm.operator(&["ctl", "one", "snapshot", "/no/such"]));
         assert!(status == Some(2), "{text}");
         stdout_of(&mut source.vm.operator(&["ctl", "one", "resume"]));
         source.assert_runs();
     }
-    source.assert_goes_on();
+    source.assert_still_runs();
 
     // Cut the connection so that the source does not receive the destination's answer.
     let receiver = source.receiver(&["--disk", &disk]);
@@ -385,7 +387,7 @@ fn exactly_one_process_runs_the_vm_wherever_the_stream_is_cut() {
     );
     assert!(receiver.state_of("two").starts_with("two: running"));
     assert!(source.vm.state_of("one").starts_with("one: paused"));
-    let (status, text) = said(&mut source.vm.operator(&["ctl", "one", "resume"]));
+    let (status, text) = run_and_read_stderr(&mut source.vm.operator(&["ctl", "one", "resume"]));
     assert!(
         status == Some(2)
             && text.contains("the image of disk0 is used by another process, where the VM may run"),
@@ -401,7 +403,7 @@ fn exactly_one_process_runs_the_vm_wherever_the_stream_is_cut() {
 /// If the destination can detect in advance that it must refuse the VM, it reports the reason
 /// before the VM is paused.
 #[test]
-fn destination_says_what_it_lacks() {
+fn destination_reports_missing_features() {
     let Some(source) = Source::start(&[]) else { return };
     let mut receiver = source.receiver(&[]);
     let args = ["ctl", "one", "migrate", "--stream", &source.address()];
@@ -410,7 +412,7 @@ fn destination_says_what_it_lacks() {
         "one has not moved and goes on: --incoming: 0 disks are given, the VM has 1; give a --disk for each";
     assert!(text.contains(why), "{text}");
     assert_eq!(receiver.wait(), Some(2));
-    assert_eq!(receiver.said_count("received one"), 0);
+    assert_eq!(receiver.count_log_lines("received one"), 0);
     source.assert_runs();
 
     // Errors that the destination detects while the VM is paused.
@@ -418,9 +420,9 @@ fn destination_says_what_it_lacks() {
     let text = refusal(&mut source.vm.operator(&args));
     assert!(text.contains("/no/such/image"), "{text}");
     assert_eq!(receiver.wait(), Some(2));
-    source.assert_goes_on();
+    source.assert_still_runs();
 
-    let line = said(
+    let line = run_and_read_stderr(
         &mut source
             .vm
             .operator(&["ctl", "one", "migrate", "unix:/a", "--force"]),
@@ -455,12 +457,13 @@ fn killed_ctl_leaves_a_running_vm() {
         MigrationStreamMessage::Machine(_)
     ));
     // Another client cannot move the VM at the same time.
-    let (status, text) =
-        said(
-            &mut source
-                .vm
-                .operator(&["ctl", "one", "migrate", "--stream", &source.address()]),
-        );
+    let (status, text) = run_and_read_stderr(&mut source.vm.operator(&[
+        "ctl",
+        "one",
+        "migrate",
+        "--stream",
+        &source.address(),
+    ]));
     assert!(
         status == Some(2) && text.contains("the VM is being moved already"),
         "{text}"
@@ -472,7 +475,7 @@ fn killed_ctl_leaves_a_running_vm() {
         MigrationStreamMessage::Pages { .. }
     ));
     drop(ctl);
-    source.assert_goes_on();
+    source.assert_still_runs();
     drop((stream, listener));
     fs::remove_file(source.path("in")).unwrap();
     let receiver = source.receiver(&["--disk", &source.path("disk")]);
@@ -497,9 +500,9 @@ fn hostile_stream_is_refused_in_one_line() {
         drop(stream);
     }
     eventually("all are refused", || {
-        receiver.said_count("an offer is refused") == 4
+        receiver.count_log_lines("an offer is refused") == 4
     });
-    assert_eq!(receiver.said_count("speaks version 9"), 1);
+    assert_eq!(receiver.count_log_lines("speaks version 9"), 1);
     let mut stream = UnixStream::connect(&path).unwrap();
     stream.write_all(&PREAMBLE).unwrap();
     let hello = MigrationHello {
@@ -521,7 +524,7 @@ fn hostile_stream_is_refused_in_one_line() {
     };
     assert!(why.contains("the source sends something else than a VM"), "{why}");
     assert_eq!(receiver.wait(), Some(2));
-    assert_eq!(receiver.said_count("perfvisor: error: "), 1);
+    assert_eq!(receiver.count_log_lines("perfvisor: error: "), 1);
 }
 
 /// On the same host, `stat` and `exits` continue in the process that has received the VM.
@@ -539,7 +542,7 @@ fn observers_follow_a_vm_that_moves_as_bytes() {
     let (mut exits, mut of_exits) = observe(&["exits", "one", "--json", "--no-trace"]);
     // Both commands must connect to the VM before it moves.
     std::thread::sleep(Duration::from_secs(1));
-    let receiver = source.receiver_beside();
+    let receiver = source.start_local_receiver();
     let args = ["ctl", "one", "migrate", "--stream", &source.address()];
     stdout_of(&mut source.vm.operator(&args));
     let moved = format!("one has moved to process {} as two; its ", receiver.0.id());

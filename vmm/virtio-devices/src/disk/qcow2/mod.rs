@@ -158,7 +158,7 @@ impl Qcow2 {
     ///
     /// # Errors
     /// Returns the same errors as [`Qcow2::read`].
-    pub fn look(&self, data: &mut [u8], at: u64) -> io::Result<()> {
+    pub fn peek(&self, data: &mut [u8], at: u64) -> io::Result<()> {
         self.with(|image, _| convert_error(image.read(&mut *data, at)))
     }
 

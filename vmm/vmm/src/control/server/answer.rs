@@ -302,7 +302,7 @@ impl ControlServer {
             .or_else(|e| fail(RequestErrorKind::Invalid, error_line(&e)))?;
         let filter = Arc::new(filter);
         pmu.set_filter(filter.clone());
-        for slot in self.vm.registry.taken() {
+        for slot in self.vm.registry.present_slots() {
             slot.request_queue().post_filter(filter.clone());
         }
         self.vm.deliver();
@@ -327,7 +327,7 @@ impl ControlServer {
         let vm = &self.vm;
         let probe = vm.pmu.probe();
         if !vm.flat
-            && let Some(first) = vm.registry.taken().next()
+            && let Some(first) = vm.registry.present_slots().next()
             && probe.begin_search()
         {
             first.request_queue().request_kernel_search();

@@ -42,7 +42,7 @@ impl ServedVm {
     }
 
     /// Runs the main loop until no event is pending.
-    fn turn(&mut self) {
+    fn run_loop_once(&mut self) {
         while self.manager.run_with_timeout(0).unwrap() > 0 {}
     }
 
@@ -68,20 +68,20 @@ impl ServedVm {
             stream,
             seen: Vec::new(),
         };
-        self.turn();
+        self.run_loop_once();
         peer
     }
 
     /// Connects a client and sends its hello.
     fn greeted(&mut self, access: ControlSocketAccess) -> TestClient {
         let mut peer = self.connect(access);
-        let reply = self.ask(&mut peer, &Call::Hello { protocol: PROTOCOL }).unwrap();
+        let reply = self.call(&mut peer, &Call::Hello { protocol: PROTOCOL }).unwrap();
         assert_eq!(reply["protocol"], PROTOCOL);
         peer
     }
 
     /// Sends raw bytes to the server, and returns the replies that the client receives.
-    fn say(&mut self, peer: &mut TestClient, bytes: &[u8]) -> Vec<ReplyLine> {
+    fn send(&mut self, peer: &mut TestClient, bytes: &[u8]) -> Vec<ReplyLine> {
         // A write may accept only a part of the input, or fail because the server has closed the
         // socket.
         let mut rest = bytes;
@@ -92,20 +92,20 @@ impl ServedVm {
                 Err(e) if e.kind() == io::ErrorKind::WouldBlock => {}
                 Err(_) => break,
             }
-            self.turn();
+            self.run_loop_once();
             replies.extend(peer.replies());
         }
         replies
     }
 
     /// Sends one request, to which the rate limit does not apply, and returns the reply.
-    fn ask(&mut self, peer: &mut TestClient, call: &Call) -> Result<Value, RequestError> {
+    fn call(&mut self, peer: &mut TestClient, call: &Call) -> Result<Value, RequestError> {
         for connection in self.server().connections.values_mut() {
             connection.tokens = REQUEST_BURST;
         }
         let mut line = serde_json::to_value(call).unwrap();
         line["id"] = 7.into();
-        let mut replies = self.say(peer, format!("{line}\n").as_bytes());
+        let mut replies = self.send(peer, format!("{line}\n").as_bytes());
         assert_eq!(replies.len(), 1, "{call:?}: {replies:?}");
         let reply = replies.pop().unwrap();
         assert_eq!(reply.id, 7, "{call:?}");
@@ -165,7 +165,7 @@ fn invalid_request_closes_connection() {
     ] {
         let mut peer = served.greeted(ControlSocketAccess::Operators);
         let stop = b"{\"id\":9,\"call\":\"stop\"}\n";
-        let replies = served.say(&mut peer, &[said, stop].concat());
+        let replies = served.send(&mut peer, &[said, stop].concat());
         let text = String::from_utf8_lossy(&said[..said.len().min(60)]).into_owned();
         let [reply] = &replies[..] else {
             panic!("{text}: {replies:?}");
@@ -200,7 +200,7 @@ fn first_request_must_be_hello_of_this_version() {
         ),
     ] {
         let mut peer = served.connect(ControlSocketAccess::Operators);
-        let failure = served.ask(&mut peer, &call).unwrap_err();
+        let failure = served.call(&mut peer, &call).unwrap_err();
         assert_eq!(failure.kind, RequestErrorKind::Protocol);
         assert!(failure.message.contains(said), "{call:?}: {failure}");
         assert!(peer.is_closed());
@@ -216,12 +216,12 @@ fn fragmented_request_is_accepted_up_to_limit() {
     let mut peer = served.greeted(ControlSocketAccess::Operators);
     let line = b"{\"id\":5,\"call\":\"status\"}\n";
     for byte in &line[..line.len() - 1] {
-        assert!(served.say(&mut peer, &[*byte]).is_empty());
+        assert!(served.send(&mut peer, &[*byte]).is_empty());
     }
-    assert_eq!(served.say(&mut peer, b"\n")[0].id, 5);
+    assert_eq!(served.send(&mut peer, b"\n")[0].id, 5);
     let longest = [b" ".repeat(MAX_REQUEST - line.len()), line.to_vec()].concat();
-    assert_eq!(served.say(&mut peer, &longest)[0].id, 5, "as long as may be");
-    let replies = served.say(&mut peer, &b" ".repeat(MAX_REQUEST));
+    assert_eq!(served.send(&mut peer, &longest)[0].id, 5, "as long as may be");
+    let replies = served.send(&mut peer, &b" ".repeat(MAX_REQUEST));
     let failure = replies[0].error.as_ref().unwrap();
     assert_eq!(failure.message, "a request is longer than 65536 bytes");
     assert!(peer.is_closed());
@@ -251,14 +251,14 @@ fn client_above_request_rate_is_disconnected() {
         .find(|c| c.access == ControlSocketAccess::Operators)
         .unwrap();
     (connection.tokens, connection.refilled) = (0.5, Instant::now() + Duration::from_secs(3600));
-    let replies = served.say(&mut peer, b"{\"id\":5,\"call\":\"status\"}\n");
+    let replies = served.send(&mut peer, b"{\"id\":5,\"call\":\"status\"}\n");
     let failure = replies[0].error.as_ref().unwrap();
     assert_eq!(
         (failure.kind, failure.message.as_str()),
         (RequestErrorKind::Rate, "more than 1000 requests a second")
     );
     assert!(peer.is_closed());
-    served.ask(&mut other, &Call::Status).unwrap();
+    served.call(&mut other, &Call::Status).unwrap();
 }
 
 /// The server reads no requests of a client that does not read its replies, so the unsent replies
@@ -274,7 +274,7 @@ fn requests_wait_while_replies_are_unsent() {
         served.only().tokens = REQUEST_BURST;
         let line = format!("{{\"id\":{id},\"call\":\"counts\"}}\n");
         peer.stream.write_all(line.as_bytes()).unwrap();
-        served.turn();
+        served.run_loop_once();
     };
     let mut asked = 0;
     while served.only().outgoing.is_empty() {
@@ -296,7 +296,7 @@ fn requests_wait_while_replies_are_unsent() {
             next += 1;
         }
         served.only().tokens = REQUEST_BURST;
-        served.turn();
+        served.run_loop_once();
     }
 }
 
@@ -382,7 +382,7 @@ fn observer_may_only_count() {
     calls.push(Call::Stop);
     let mut denied = Vec::new();
     for call in &calls {
-        if let Err(failure) = served.ask(&mut observer, call)
+        if let Err(failure) = served.call(&mut observer, call)
             && failure.kind == RequestErrorKind::Denied
         {
             let name = serde_json::to_value(call).unwrap()["call"]
@@ -417,7 +417,7 @@ fn observer_may_only_count() {
     assert_eq!(served.vm.control().reason(), None);
     assert!(!served.vm.control().is_pause_requested());
     assert_eq!(
-        served.ask(&mut observer, &Call::Status).unwrap()["role"],
+        served.call(&mut observer, &Call::Status).unwrap()["role"],
         "observer"
     );
 }
@@ -481,7 +481,7 @@ fn refused_request_keeps_connection_open() {
         ),
         (Call::Vcpus { count: 3 }, Unsupported, ""),
     ] {
-        let failure = served.ask(&mut peer, &call).unwrap_err();
+        let failure = served.call(&mut peer, &call).unwrap_err();
         assert_eq!(failure.kind, kind, "{call:?}: {failure}");
         assert!(
             failure.message.contains(said) && !failure.message.is_empty(),
@@ -489,7 +489,7 @@ fn refused_request_keeps_connection_open() {
         );
         assert!(!failure.message.contains('\n'), "{failure}");
     }
-    served.ask(&mut peer, &Call::Status).unwrap();
+    served.call(&mut peer, &Call::Status).unwrap();
 }
 
 /// If one event of a list cannot be opened, all events of the list are closed again.
@@ -510,9 +510,9 @@ fn failed_event_list_leaves_no_event_open() {
             branches: None,
         }),
     };
-    let failure = served.ask(&mut peer, &open("task-clock", 12)).unwrap_err();
+    let failure = served.call(&mut peer, &open("task-clock", 12)).unwrap_err();
     assert!(failure.message.contains("a multiple of 8; not 12"), "{failure}");
-    let opened = served.ask(&mut peer, &open("task-clock", 0)).unwrap();
+    let opened = served.call(&mut peer, &open("task-clock", 0)).unwrap();
     assert_eq!(
         opened.as_array().map(Vec::len),
         Some(2),
@@ -520,7 +520,7 @@ fn failed_event_list_leaves_no_event_open() {
     );
     for pages in [0, 3, u32::MAX] {
         let failure = served
-            .ask(
+            .call(
                 &mut peer,
                 &Call::Ring {
                     vcpu: 0,
@@ -536,7 +536,7 @@ fn failed_event_list_leaves_no_event_open() {
         );
     }
     let failure = served
-        .ask(
+        .call(
             &mut peer,
             &Call::Ring {
                 vcpu: 7,
@@ -547,7 +547,7 @@ fn failed_event_list_leaves_no_event_open() {
         .unwrap_err();
     assert_eq!(failure.kind, RequestErrorKind::Invalid, "{failure}");
     served
-        .ask(
+        .call(
             &mut peer,
             &Call::Ring {
                 vcpu: 0,
@@ -556,16 +556,16 @@ fn failed_event_list_leaves_no_event_open() {
             },
         )
         .unwrap();
-    let failure = served.ask(&mut peer, &open("task-clock", 0)).unwrap_err();
+    let failure = served.call(&mut peer, &open("task-clock", 0)).unwrap_err();
     assert_eq!(failure.message, "open sampling events before their ring");
-    let read = served.ask(&mut peer, &Call::Read).unwrap();
+    let read = served.call(&mut peer, &Call::Read).unwrap();
     assert_eq!(
         read.as_array().map(Vec::len),
         Some(2),
         "those from before are all there are"
     );
-    served.ask(&mut peer, &Call::Close).unwrap();
-    assert_eq!(served.ask(&mut peer, &Call::Read).unwrap(), json!([]));
+    served.call(&mut peer, &Call::Close).unwrap();
+    assert_eq!(served.call(&mut peer, &Call::Read).unwrap(), json!([]));
 }
 
 /// A request to pause a VM that has ended fails.
@@ -573,11 +573,11 @@ fn failed_event_list_leaves_no_event_open() {
 fn ended_vm_rejects_pause() {
     let Some(mut served) = ServedVm::new() else { return };
     let mut peer = served.greeted(ControlSocketAccess::Operators);
-    assert_eq!(served.ask(&mut peer, &Call::Pause).unwrap()["state"], "paused");
-    assert_eq!(served.ask(&mut peer, &Call::Resume).unwrap()["state"], "running");
-    assert_eq!(served.ask(&mut peer, &Call::Stop).unwrap()["state"], "stopped");
+    assert_eq!(served.call(&mut peer, &Call::Pause).unwrap()["state"], "paused");
+    assert_eq!(served.call(&mut peer, &Call::Resume).unwrap()["state"], "running");
+    assert_eq!(served.call(&mut peer, &Call::Stop).unwrap()["state"], "stopped");
     for call in [Call::Pause, Call::Resume] {
-        let failure = served.ask(&mut peer, &call).unwrap_err();
+        let failure = served.call(&mut peer, &call).unwrap_err();
         assert_eq!(
             (failure.kind, failure.message.as_str()),
             (RequestErrorKind::Invalid, "the VM has ended")
@@ -602,15 +602,15 @@ fn full_server_refuses_new_connections() {
     let mut late = served.connect(ControlSocketAccess::Observers);
     assert_eq!(refused(&mut late), (true, Some(RequestErrorKind::Limit)));
     let mut operator = served.greeted(ControlSocketAccess::Operators);
-    served.ask(&mut operator, &Call::Status).unwrap();
+    served.call(&mut operator, &Call::Status).unwrap();
     drop(observers.pop());
-    served.turn();
+    served.run_loop_once();
     let mut silent = served.connect(ControlSocketAccess::Observers);
     assert!(silent.replies().is_empty(), "there is room for it");
     let mut next = served.greeted(ControlSocketAccess::Observers);
     assert_eq!(refused(&mut silent), (true, Some(RequestErrorKind::Limit)));
     for peer in observers.iter_mut().chain([&mut next, &mut operator]) {
-        served.ask(peer, &Call::Status).unwrap();
+        served.call(peer, &Call::Status).unwrap();
     }
 }
 
@@ -644,11 +644,11 @@ fn server_answers_any_request_sequence() {
         for (nth, a, b, words) in sequence {
             let calls = requests(a, b, words);
             // Any reply is valid if it has the request's number and the connection stays open.
-            let _ = served.ask(&mut peer, nth.get(&calls));
-            served.ask(other, &Call::Status).unwrap();
+            let _ = served.call(&mut peer, nth.get(&calls));
+            served.call(other, &Call::Status).unwrap();
         }
         drop(peer);
-        served.turn();
+        served.run_loop_once();
         prop_assert_eq!(served.server().connections.len(), 1, "the other alone");
         Ok(())
     });

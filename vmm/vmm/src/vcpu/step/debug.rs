@@ -73,7 +73,7 @@ pub struct EntryDebugState {
     /// `true` to exit at debug exceptions even if no step or breakpoint is requested.
     pub watch: bool,
     /// Linear addresses of breakpoints for this entry only.
-    pub at: [Option<u64>; BREAKPOINTS],
+    pub entry_breakpoints: [Option<u64>; BREAKPOINTS],
 }
 
 /// Owner of the KVM_SET_GUEST_DEBUG state of one vCPU, which combines permanent breakpoints, a
@@ -88,7 +88,7 @@ pub struct GuestDebug {
     points: Option<Vec<HardwareBreakpoint>>,
     set: EntryDebugState,
     /// `true` if `sites` and `points` have not changed since they were passed to KVM.
-    told: bool,
+    is_synced: bool,
 }
 
 impl GuestDebug {
@@ -97,7 +97,7 @@ impl GuestDebug {
     pub fn set_sites(&mut self, sites: &[u64]) {
         self.sites = sites.iter().copied().take(BREAKPOINTS).collect();
         self.has_last = false;
-        self.told = false;
+        self.is_synced = false;
     }
 
     /// Sets one permanent breakpoint in addition to those of [`GuestDebug::set_sites`]. Replaces
@@ -109,7 +109,7 @@ impl GuestDebug {
         self.has_last = self.free() > 0;
         if self.has_last {
             self.sites.push(site);
-            self.told = false;
+            self.is_synced = false;
         }
     }
 
@@ -118,7 +118,7 @@ impl GuestDebug {
     /// causes an exit.
     pub fn set_debugger_breakpoints(&mut self, points: Option<Vec<HardwareBreakpoint>>) {
         self.points = points;
-        self.told = false;
+        self.is_synced = false;
     }
 
     /// Returns the number of permanent breakpoints.
@@ -151,7 +151,7 @@ impl GuestDebug {
         regs: &kvm_regs,
         want: EntryDebugState,
     ) -> Result<(), KvmIoctlError> {
-        if self.told && want == self.set {
+        if self.is_synced && want == self.set {
             return Ok(());
         }
         // Save the events, because KVM_SET_REGS discards a pending exception.
@@ -175,14 +175,19 @@ impl GuestDebug {
     /// Returns an error if a KVM call fails. A guest cannot cause such a failure.
     pub fn apply(&mut self, fd: &VcpuFd, want: EntryDebugState) -> Result<(), KvmIoctlError> {
         let by_flag = want.step && !want.without_flag;
-        if !by_flag && self.told && want == self.set {
+        if !by_flag && self.is_synced && want == self.set {
             return Ok(());
         }
         let mut debug = kvm_guest_debug::default();
         let mut control = 0;
         let execute = |address: &u64| (*address, 0);
         let points = self.points.iter().flatten().map(|p| (p.address, condition(p)));
-        let transient = want.at.iter().flatten().take(self.free()).map(execute);
+        let transient = want
+            .entry_breakpoints
+            .iter()
+            .flatten()
+            .take(self.free())
+            .map(execute);
         let all = self.sites.iter().map(execute).chain(points).chain(transient);
         for (n, (address, condition)) in all.take(BREAKPOINTS).enumerate() {
             debug.arch.debugreg[n] = address;
@@ -206,7 +211,7 @@ impl GuestDebug {
         };
         fd.set_guest_debug(&debug)?;
         self.set = want;
-        self.told = true;
+        self.is_synced = true;
         Ok(())
     }
 }
@@ -269,7 +274,7 @@ mod tests {
             ..Default::default()
         };
         inject_guest_exception(&vcpu, &stop).unwrap();
-        let exit = format!("{:?}", KickableVcpu::new(vcpu).run().why.unwrap());
+        let exit = format!("{:?}", KickableVcpu::new(vcpu).run().exit.unwrap());
         assert_eq!(exit, "Hlt");
         let seen: u32 = memory.read_obj(GuestAddress(SEEN.into())).unwrap();
         assert_eq!(seen, 0xffff_4ff0, "{seen:#x}");

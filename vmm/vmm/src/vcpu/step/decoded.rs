@@ -15,7 +15,7 @@ pub(super) const CACHE_SLOTS: usize = 1024;
 #[derive(Debug)]
 pub(super) struct CurrentStraightRun {
     /// Linear address of the first instruction.
-    pub(super) at: u64,
+    pub(super) address: u64,
     /// Decoded instructions of the run.
     pub(super) run: Arc<StraightLineCode>,
     /// Number of instructions of `run` that are executed up to the breakpoint.
@@ -36,18 +36,18 @@ pub(super) enum CachedDecode {
 #[derive(Debug, Default)]
 pub(super) struct RunCache {
     /// Address and result for each slot of the cache; empty before the first lookup.
-    pub(super) kept: Vec<Option<(u64, CachedDecode)>>,
+    pub(super) entries: Vec<Option<(u64, CachedDecode)>>,
 }
 
 impl RunCache {
-    fn place(&mut self, at: u64) -> &mut Option<(u64, CachedDecode)> {
-        if self.kept.is_empty() {
-            self.kept.resize_with(CACHE_SLOTS, || None);
+    fn entry_mut(&mut self, at: u64) -> &mut Option<(u64, CachedDecode)> {
+        if self.entries.is_empty() {
+            self.entries.resize_with(CACHE_SLOTS, || None);
         }
         let mixed = at ^ at >> 10;
         // A remainder of division by `CACHE_SLOTS` fits in `usize`.
         let place = usize::try_from(mixed % CACHE_SLOTS as u64).unwrap_or(0);
-        &mut self.kept[place]
+        &mut self.entries[place]
     }
 
     /// Returns the straight-line run that starts at `at`. Returns `None` if the run has too few
@@ -58,7 +58,7 @@ impl RunCache {
         meter: &mut SingleStepMeter,
         memory: &mut dyn SteppedGuestMemory,
     ) -> Option<Arc<StraightLineCode>> {
-        let place = self.place(at);
+        let place = self.entry_mut(at);
         let mut code = [0; MAX_RUN_BYTES];
         match place {
             Some((there, CachedDecode::SelfModifying)) if *there == at => return None,
@@ -81,7 +81,7 @@ impl RunCache {
     pub(super) fn mark_self_modifying(&mut self, at: u64, run: &StraightLineCode, count: usize) {
         for n in 0..count {
             let at = at.wrapping_add(run.end_of(n) as u64);
-            *self.place(at) = Some((at, CachedDecode::SelfModifying));
+            *self.entry_mut(at) = Some((at, CachedDecode::SelfModifying));
         }
     }
 }

@@ -52,7 +52,7 @@ impl Stepper {
             }
         }
         if self.gate_stops != GateStopMethod::Code {
-            for (slot, &(at, _)) in want.at.iter_mut().zip(&self.gates.watched) {
+            for (slot, &(at, _)) in want.entry_breakpoints.iter_mut().zip(&self.gates.watched) {
                 *slot = Some(at);
             }
             return;

@@ -75,11 +75,14 @@ impl Stepper {
     /// # Errors
     /// Returns [`SingleStepError`] if a KVM call fails.
     pub fn settle(&mut self, fd: &VcpuFd) -> Result<Option<SingleStepOutcome>, SingleStepError> {
-        if self.under_way.is_some() {
+        if self.current_run.is_some() {
             let state = self.read(fd)?;
             return Ok((!self.cancel_unstarted_run(&state)).then(|| self.end(&state)));
         }
-        let Some(CurrentStep { before, .. }) = self.present.filter(|_| self.mode != SteppingMode::Rest)
+        let Some(CurrentStep {
+            initial_state: before,
+            ..
+        }) = self.present.filter(|_| self.mode != SteppingMode::Rest)
         else {
             return Ok(None);
         };
@@ -103,7 +106,7 @@ impl Stepper {
         levels: PrivilegeLevels,
         room: &dyn Fn() -> RetiredCounts,
     ) -> Result<VcpuStepAction, SingleStepError> {
-        let fresh = self.fresh.take();
+        let fresh = self.cached_state.take();
         self.synced.want(fd, levels.any());
         if !levels.any() {
             return self.rest(fd, debug).map(|()| VcpuStepAction::Enter);
@@ -176,7 +179,7 @@ impl Stepper {
             debug.apply_without_flag(fd, &state.regs, want)?;
             return Ok(VcpuStepAction::Enter);
         }
-        if self.ahead() == Some(InstructionClass::InterruptReturn) {
+        if self.current_class() == Some(InstructionClass::InterruptReturn) {
             // KVM's emulator does not stop directly after IRET, and does not stop at all if IRET
             // returns to user code.
             let target = self.meter.known_target();
@@ -187,7 +190,7 @@ impl Stepper {
                 }
                 self.count_unstepped(levels);
             } else {
-                want.at[0] = target;
+                want.entry_breakpoints[0] = target;
             }
         }
         apply(fd, debug, want)?;
@@ -260,7 +263,7 @@ impl Stepper {
             step: true,
             ..EntryDebugState::default()
         };
-        if let Some(InstructionClass::Interrupt(vector)) = self.ahead() {
+        if let Some(InstructionClass::Interrupt(vector)) = self.current_class() {
             want.step = false;
             self.watch_gates(&state, &[vector, 13, 14, 12], debug, &mut want);
         } else {
@@ -283,8 +286,8 @@ impl Stepper {
         let cpu = state.cpu();
         self.meter.begin(&cpu, &mut UnreadableMemory);
         self.present = Some(CurrentStep {
-            before: cpu,
-            ahead: InstructionClass::Plain,
+            initial_state: cpu,
+            class: InstructionClass::Plain,
             after_kernel: None,
         });
         let mut want = EntryDebugState::default();
@@ -321,7 +324,7 @@ impl Stepper {
                 self.drop_step();
                 return Ok(VcpuStepAction::Executed(SingleStepOutcome::default()));
             }
-            if too_far || self.ahead() == Some(InstructionClass::Halt) {
+            if too_far || self.current_class() == Some(InstructionClass::Halt) {
                 // The kernel waits for another task, so it is unknown which task returns to user
                 // code next.
                 log::debug!("no way back to user code was found from {:#x}", state.regs.rip);
@@ -338,7 +341,7 @@ impl Stepper {
             }
         } else {
             self.mode = SteppingMode::UserOnly(UserResumeMethod::Saved);
-            if self.present.is_some_and(|step| step.before.cpl == 0) {
+            if self.present.is_some_and(|step| step.initial_state.cpl == 0) {
                 self.drop_step();
             }
             if !self.meter.in_step() {
@@ -382,7 +385,7 @@ impl Stepper {
     ///
     /// # Errors
     /// Returns [`SingleStepError`] if a KVM call fails.
-    pub fn stopped(
+    pub fn handle_debug_exit(
         &mut self,
         fd: &mut KickableVcpu,
         stop: &kvm_debug_exit_arch,
@@ -398,7 +401,7 @@ impl Stepper {
             state.regs.rflags,
             stop.exception,
             stop.dr6,
-            self.ahead()
+            self.current_class()
         );
         // If the step began in the kernel, no instruction of user code has executed.
         let in_user = state.cpl() == 3 && (self.mode == SteppingMode::Rest || self.began_in_user());
@@ -419,7 +422,7 @@ impl Stepper {
             return Ok(Some(SingleStepOutcome::default()));
         }
         self.hide_trap_flag(&state);
-        self.fresh = Some(state);
+        self.cached_state = Some(state);
         Ok(Some(self.end(&state)))
     }
 
@@ -451,7 +454,7 @@ impl Stepper {
     }
 
     fn end(&mut self, state: &VcpuState) -> SingleStepOutcome {
-        if let Some(under_way) = self.under_way.take() {
+        if let Some(under_way) = self.current_run.take() {
             return self.end_run(&under_way, state);
         }
         let cpu = state.cpu();
@@ -492,7 +495,7 @@ impl Stepper {
         let present = self.present.take();
         let mut step = match present {
             Some(CurrentStep {
-                mut before,
+                initial_state: mut before,
                 after_kernel: Some(why),
                 ..
             }) if cpu.cpl != 0 => {
@@ -503,8 +506,8 @@ impl Stepper {
                 self.meter.end(&cpu, &mut memory)
             }
             Some(CurrentStep {
-                before: called,
-                ahead: InstructionClass::SystemCall | InstructionClass::Interrupt(_),
+                initial_state: called,
+                class: InstructionClass::SystemCall | InstructionClass::Interrupt(_),
                 ..
             }) if from_user && cpu.cpl != 0 => end_system_call(&mut self.meter, &called, &cpu, &mut memory),
             _ => self.meter.end(&cpu, &mut memory),
@@ -543,8 +546,8 @@ impl Stepper {
             let flags = rsp.wrapping_add(16 + if error_code { 8 } else { 0 });
             memory.clear_bits(flags.wrapping_add(1), bit);
         } else if self.present.is_some_and(|step| {
-            let old = step.before.gpr[4];
-            step.ahead == InstructionClass::Flags && old.wrapping_sub(rsp) < 9 && old != rsp
+            let old = step.initial_state.gpr[4];
+            step.class == InstructionClass::Flags && old.wrapping_sub(rsp) < 9 && old != rsp
         }) {
             // PUSHF: the saved flags are at the top of the stack.
             memory.clear_bits(rsp.wrapping_add(1), bit);

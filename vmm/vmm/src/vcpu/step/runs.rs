@@ -59,7 +59,7 @@ impl Stepper {
         let Some(run) = self.runs.find(at, &mut self.meter, &mut memory) else {
             return Ok(None);
         };
-        let count = run.within(&room());
+        let count = run.instructions_within(&room());
         if count < MIN_RUN_LENGTH {
             return Ok(None);
         }
@@ -77,7 +77,7 @@ impl Stepper {
             block_interrupts: true,
             ..EntryDebugState::default()
         };
-        want.at[0] = Some(end);
+        want.entry_breakpoints[0] = Some(end);
         self.gates.watched.clear();
         let last = if run.uses_stack() {
             STACK_FAULT
@@ -85,7 +85,7 @@ impl Stepper {
             DOUBLE_FAULT
         };
         let vectors = [PAGE_FAULT, PROTECTION_FAULT, last];
-        for (slot, vector) in want.at[1..].iter_mut().zip(vectors) {
+        for (slot, vector) in want.entry_breakpoints[1..].iter_mut().zip(vectors) {
             let Some(handler) = memory.gate(vector) else {
                 continue;
             };
@@ -97,7 +97,11 @@ impl Stepper {
             self.gates.watched.push((handler, vector));
             *slot = Some(handler);
         }
-        self.under_way = Some(CurrentStraightRun { at, run, count });
+        self.current_run = Some(CurrentStraightRun {
+            address: at,
+            run,
+            count,
+        });
         Ok(Some(want))
     }
 
@@ -105,8 +109,8 @@ impl Stepper {
     /// whether the run was cancelled. If KVM has not completed the last exit, the next entry
     /// completes it.
     pub(super) fn cancel_unstarted_run(&mut self, state: &VcpuState) -> bool {
-        let is_there = |run: &mut CurrentStraightRun| run.at == state.regs.rip && state.cpl() == 0;
-        let forgotten = self.under_way.take_if(is_there).is_some();
+        let is_there = |run: &mut CurrentStraightRun| run.address == state.regs.rip && state.cpl() == 0;
+        let forgotten = self.current_run.take_if(is_there).is_some();
         if forgotten {
             self.gates.watched.clear();
         }
@@ -116,7 +120,11 @@ impl Stepper {
     /// Accounts for the instructions of a straight-line run. `state` contains the registers with
     /// which the vCPU has left the run.
     pub(super) fn end_run(&mut self, under_way: &CurrentStraightRun, state: &VcpuState) -> SingleStepOutcome {
-        let CurrentStraightRun { at, run, count } = under_way;
+        let CurrentStraightRun {
+            address: at,
+            run,
+            count,
+        } = under_way;
         let cpu = state.cpu();
         let mut memory = LinearMemory::new(&self.memory, state);
         let in_handler = cpu.cpl == 0 && self.gates.vector_at(cpu.rip).is_some();

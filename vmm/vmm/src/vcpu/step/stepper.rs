@@ -54,9 +54,9 @@ pub(super) enum RedecodeReason {
 #[derive(Clone, Copy, Debug)]
 pub(super) struct CurrentStep {
     /// Registers at the beginning of the step.
-    pub(super) before: SteppedCpuState,
+    pub(super) initial_state: SteppedCpuState,
     /// Class of the instruction that is being stepped.
-    pub(super) ahead: InstructionClass,
+    pub(super) class: InstructionClass,
     /// Reason why the guest's kernel runs before the instruction is complete; `None` if it does not
     /// run.
     pub(super) after_kernel: Option<RedecodeReason>,
@@ -156,12 +156,12 @@ pub struct Stepper {
     pub(super) mode: SteppingMode,
     pub(super) present: Option<CurrentStep>,
     /// Straight-line run in progress, if any. There is no single step in `present` during a run.
-    pub(super) under_way: Option<CurrentStraightRun>,
+    pub(super) current_run: Option<CurrentStraightRun>,
     pub(super) runs: RunCache,
     /// Registers that KVM copies at exits during stepping.
     pub(super) synced: SyncedRegisters,
     /// Registers of the vCPU at the last stop, if they are still valid.
-    pub(super) fresh: Option<VcpuState>,
+    pub(super) cached_state: Option<VcpuState>,
     /// Registers of the vCPU at the last stop, if it stopped after an instruction of user code.
     pub(super) stopped_in_user: Option<VcpuState>,
     /// Number of steps at which the local APIC timer may interrupt the guest again.
@@ -194,10 +194,10 @@ impl Stepper {
             has_runs: !host.user && host.breakpoints && host.blocks_interrupts,
             mode: SteppingMode::Rest,
             present: None,
-            under_way: None,
+            current_run: None,
             runs: RunCache::default(),
             synced: SyncedRegisters::default(),
-            fresh: None,
+            cached_state: None,
             stopped_in_user: None,
             timer_waits: 0,
             holds_interrupts: false,
@@ -262,7 +262,7 @@ impl Stepper {
         if self.halted {
             return Ok(true);
         }
-        let state = match self.fresh {
+        let state = match self.cached_state {
             Some(state) => state,
             None => self.read(fd)?,
         };
@@ -281,7 +281,7 @@ impl Stepper {
 
     /// Returns `true` if flags that the guest has saved in memory may contain the stepper's trap
     /// flag.
-    pub fn has_strays(&self) -> bool {
+    pub fn has_stray_flags(&self) -> bool {
         self.strays
     }
 
@@ -319,12 +319,12 @@ impl Stepper {
 
     /// Returns `true` if the step in progress began at CPL 1 to 3.
     pub(super) fn began_in_user(&self) -> bool {
-        self.present.is_some_and(|step| step.before.cpl != 0)
+        self.present.is_some_and(|step| step.initial_state.cpl != 0)
     }
 
     /// Returns the class of the instruction in progress.
-    pub(super) fn ahead(&self) -> Option<InstructionClass> {
-        self.present.map(|step| step.ahead)
+    pub(super) fn current_class(&self) -> Option<InstructionClass> {
+        self.present.map(|step| step.class)
     }
 
     pub(super) fn read(&self, fd: &VcpuFd) -> Result<VcpuState, SingleStepError> {
@@ -338,8 +338,8 @@ impl Stepper {
             .meter
             .begin(&cpu, &mut LinearMemory::new(&self.memory, state));
         self.present = Some(CurrentStep {
-            before: cpu,
-            ahead,
+            initial_state: cpu,
+            class: ahead,
             after_kernel: None,
         });
         ahead
@@ -358,7 +358,7 @@ impl Stepper {
     pub(super) fn drop_step(&mut self) {
         self.meter.abandon();
         self.present = None;
-        self.under_way = None;
+        self.current_run = None;
     }
 }
 

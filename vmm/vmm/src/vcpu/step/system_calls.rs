@@ -81,8 +81,8 @@ impl Stepper {
             .meter
             .begin(&behind, &mut LinearMemory::new(&self.memory, state));
         self.present = Some(CurrentStep {
-            before: behind,
-            ahead,
+            initial_state: behind,
+            class: ahead,
             after_kernel: Some(RedecodeReason::Called),
         });
         Ok(Some(step))
@@ -259,7 +259,7 @@ mod tests {
     fn by_the_processor(guest: TinyGuest) -> Option<(VcpuState, String)> {
         let (vcpu, _memory, _slots) = guest.into_parts();
         let mut vcpu = KickableVcpu::new(vcpu);
-        let exit = match vcpu.run().why {
+        let exit = match vcpu.run().exit {
             Ok(VcpuExit::IoOut(0x10, _)) => "leaves".into(),
             Ok(VcpuExit::MmioRead(at, _)) => format!("reads {at:#x}"),
             Ok(VcpuExit::InternalError) => return None,

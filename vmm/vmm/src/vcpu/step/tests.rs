@@ -175,13 +175,13 @@ impl SteppedVcpu {
                 continue;
             }
             self.entries += 1;
-            let why = self.vcpu.run().why;
+            let why = self.vcpu.run().exit;
             self.stepper.after_run();
             match why {
                 Ok(VcpuExit::Debug(stop)) => {
-                    let step = self.stepper.stopped(&mut self.vcpu, &stop).unwrap();
+                    let step = self.stepper.handle_debug_exit(&mut self.vcpu, &stop).unwrap();
                     self.count(step.expect("a stop that is ours"));
-                    if let Some(VcpuState { regs, sregs }) = self.stepper.fresh {
+                    if let Some(VcpuState { regs, sregs }) = self.stepper.cached_state {
                         let asked = VcpuState::read(&self.vcpu).unwrap();
                         assert_eq!(regs, asked.regs, "what came is what KVM gives when asked");
                         assert_eq!(sregs, asked.sregs);
@@ -263,10 +263,10 @@ proptest! {
                 stepped.debug.set_sites(&[*end]);
                 prop_assert_eq!(stepped.prepare(NOTHING), VcpuStepAction::Enter);
                 loop {
-                    let why = stepped.vcpu.run().why;
+                    let why = stepped.vcpu.run().exit;
                     match why {
                         Ok(VcpuExit::Debug(stop)) => {
-                            let taken = stepped.stepper.stopped(&mut stepped.vcpu, &stop).unwrap();
+                            let taken = stepped.stepper.handle_debug_exit(&mut stepped.vcpu, &stop).unwrap();
                             prop_assert_eq!(taken, None);
                             break;
                         }

@@ -29,7 +29,7 @@ fn copy_round(migration: &mut OutgoingMigration, ram: &GuestRam, is_paused: bool
 
 /// Moves the VM when the guest has written `length` bytes. Returns the machine with the number of
 /// bytes written by the time of the move, or `None` if the guest has ended before.
-fn moved(source: &TestVm, length: usize) -> Option<(RestoredMachine, usize)> {
+fn migrate_in_rounds(source: &TestVm, length: usize) -> Option<(RestoredMachine, usize)> {
     let mut migration = OutgoingMigration::begin(source.vm.snapshots(), Default::default()).unwrap();
     let ram = GuestRam::new(migration.memory_bytes()).unwrap();
     while source.output.len() < length && source.vm.control().reason().is_none() {
@@ -75,7 +75,7 @@ fn output_and_counts_are_equal_after_a_move_in_rounds() {
     for part in 0.. {
         let length = expected.len() * (part % MOVES) / MOVES;
         let source = TestVm::start(&config, None).unwrap();
-        let Some((machine, cut)) = moved(&source, length) else {
+        let Some((machine, cut)) = migrate_in_rounds(&source, length) else {
             continue;
         };
         drop(source);

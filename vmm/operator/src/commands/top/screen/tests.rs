@@ -90,7 +90,7 @@ fn vm(label: &str, symbols: Vec<TopSymbolRow>) -> TopVmEntry {
     };
     TopVmEntry {
         label: label.into(),
-        seen: ObservedVmState::Shown(Box::new(seen)),
+        state: ObservedVmState::Shown(Box::new(seen)),
     }
 }
 
@@ -123,7 +123,7 @@ fn two() -> TopScreen {
     );
     let failed = TopVmEntry {
         label: "c".into(),
-        seen: ObservedVmState::Failed("the VM is\nnot responding".into()),
+        state: ObservedVmState::Failed("the VM is\nnot responding".into()),
     };
     of(true, vec![a, b, failed])
 }
@@ -273,9 +273,9 @@ fn any_terminal_size_can_be_drawn() {
                 ui.shown_mut().cursor = 1000;
                 ui.shown_mut().offset = 1000;
                 drawn(&screen, &mut ui, width, height);
-                assert!(ui.shown().cursor <= 5 && ui.shown().offset <= ui.shown().cursor);
+                assert!(ui.view_state().cursor <= 5 && ui.view_state().offset <= ui.view_state().cursor);
                 if height == 24 {
-                    assert_eq!(ui.shown().offset, 0, "there is room for all");
+                    assert_eq!(ui.view_state().offset, 0, "there is room for all");
                 }
             }
         }

@@ -98,7 +98,7 @@ fn signal_within_run_accounts_retired_instructions() {
         }
         assert_eq!(stepped.prepare(KERNEL), VcpuStepAction::Enter);
         stepped.vcpu.request_exit();
-        assert_eq!(stepped.vcpu.run().why.unwrap_err().errno(), libc::EINTR);
+        assert_eq!(stepped.vcpu.run().exit.unwrap_err().errno(), libc::EINTR);
         stepped.vcpu.clear_exit_request();
         let mut regs = stepped.vcpu.get_regs().unwrap();
         regs.rip += done;
@@ -290,7 +290,7 @@ fn guest_debug_state_disables_runs() {
         }
         prepare(&mut stepped);
         stepped.prepare(KERNEL);
-        assert!(stepped.stepper.under_way.is_none(), "{n}");
+        assert!(stepped.stepper.current_run.is_none(), "{n}");
         assert!(stepped.stepper.present.is_some(), "{n}");
     }
 }
@@ -313,7 +313,7 @@ fn decode_cache_is_bounded() {
             Some(vpmu::exact::MAX_RUN_INSTRUCTIONS)
         );
     }
-    assert_eq!(runs.kept.len(), decoded::CACHE_SLOTS);
+    assert_eq!(runs.entries.len(), decoded::CACHE_SLOTS);
     // Changed code at the same address is decoded again.
     memory
         .write_slice(&[0x50, 0x50, 0xc3], GuestAddress(0x100))
