@@ -414,7 +414,7 @@ impl MetricsSnapshot {
         let help = "Guest entries at which a due interrupt waited because the guest had masked LVTPC.";
         out.counts("vcpu_pmi_masked_waits", help, self.each(|c| c.pmi_masked_waits));
         let help = "Performance monitoring interrupts that were withdrawn because the guest \
-             handled their overflows while they waited.";
+             handled their overflows, or stopped the counters, while they waited.";
         out.counts("vcpu_pmis_withdrawn", help, self.each(|c| c.pmi_withdrawn));
         let help = "Instructions that were single-stepped for the exact backing.";
         out.counts("vcpu_steps", help, self.each(|c| c.steps));
