@@ -1,4 +1,4 @@
-//! Reads the state of a lab's processors through QEMU's monitor.
+//! Reads the processor state of a lab (a test host emulated by QEMU) through QEMU's monitor.
 
 use std::collections::BTreeMap;
 use std::io::{self, BufRead as _, BufReader, Write as _};

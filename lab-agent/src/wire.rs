@@ -119,7 +119,7 @@ pub struct ProcessExit {
     pub signal: Option<i32>,
 }
 
-/// A request to create a file in the lab.
+/// A request to create a file in the lab, the test host emulated by QEMU.
 #[derive(Debug, Serialize, Deserialize)]
 pub struct NewFile {
     /// Path of the file in the lab. Missing directories are created.

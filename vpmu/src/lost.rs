@@ -25,9 +25,9 @@ struct UncountedState {
     /// Time for which the counter was uncounted since its current event was programmed, in
     /// nanoseconds.
     uncounted_ns: u64,
-    /// Time of the next retry, and delay between the previous attempt and this retry, in
-    /// nanoseconds.
+    /// Time of the next retry, in nanoseconds.
     next_ns: u64,
+    /// Delay between the previous attempt and the next retry, in nanoseconds.
     wait_ns: u64,
     /// Time at which the host last rejected an event of this counter, in nanoseconds. `None` if the
     /// host has since counted for the counter, or has never rejected an event.

@@ -254,8 +254,9 @@ impl PmuModel {
         })
     }
 
-    /// Returns this model on a processor that reports transactions to the guest
-    /// (CPUID.(07H,0):EBX.RTM or HLE). Has no effect on AMD models or without a PMU.
+    /// Returns this model with the selector bits for transactional memory, which exist if the
+    /// guest's CPUID reports it (CPUID.(07H,0):EBX.RTM or HLE). Has no effect on AMD models or
+    /// without a PMU.
     #[must_use]
     pub const fn with_transactions(self) -> Self {
         Self {

@@ -2,10 +2,10 @@
 //! guests.
 //!
 //! A test leases a test host: [`TestHost::shared`](integration::test_host::TestHost::shared) if
-//! other tests may run concurrently, [`TestHost::exclusive`](integration::test_host::TestHost::exclusive)
-//! for time measurements. Use a filter of the test harness to select modules:
-//! `cargo test --workspace --test lab nested::`. No test in this program requires a separate
-//! process.
+//! other tests may run concurrently,
+//! [`TestHost::exclusive`](integration::test_host::TestHost::exclusive) for time measurements. Use
+//! a filter of the test harness to select modules: `cargo test --workspace --test lab nested::`. No
+//! test in this program requires a separate process.
 
 mod bare_metal;
 mod bolt;

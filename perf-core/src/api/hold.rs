@@ -78,8 +78,9 @@ impl LockedContext<'_> {
     /// Pauses counting of the event and returns its count.
     ///
     /// A paused event remains scheduled: it keeps its slot, and its times advance. Pausing an event
-    /// and resuming it with [`LockedContext::resume`] is much cheaper than [`EventHandle::stop`] and
-    /// [`EventHandle::start`]. The event also resumes when the core schedules it out and in again.
+    /// and resuming it with [`LockedContext::resume`] is much cheaper than [`EventHandle::stop`]
+    /// and [`EventHandle::start`]. The event also resumes when the core schedules it out and in
+    /// again.
     ///
     /// # Errors
     ///

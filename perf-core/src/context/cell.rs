@@ -10,8 +10,8 @@ use crate::pmu::{PmuEventTarget, VcpuId};
 use crate::schedule::{MuxConfig, SharePolicy};
 use crate::time::Clock;
 
-/// Value of [`ContextCell::owner`] for the VM context. No vCPU has this value, because no thread has
-/// the ID -1.
+/// Value of [`ContextCell::owner`] for the VM context. No vCPU has this value, because no thread
+/// has the ID -1.
 const VM: u64 = u64::MAX;
 
 /// Owner of a context: the VM, vCPU, thread or CPU that the events of the context count.

@@ -3,8 +3,8 @@
 //! A pinned event fails if no slot is available, if its driver cannot start it, or if the host
 //! takes its counter away. The kernel reports a counter that was taken away only as an end of file
 //! on the next read. Active events are therefore checked whenever they are read, and periodically
-//! with a rate limit ([`crate::VcpuEventContext::check_lost_counters`] and [`crate::PerfCore::tick`]). A
-//! multiplexed event waits for the next rotation instead of failing.
+//! with a rate limit ([`crate::VcpuEventContext::check_lost_counters`] and
+//! [`crate::PerfCore::tick`]). A multiplexed event waits for the next rotation instead of failing.
 //!
 //! The owner of an event detects a failure with [`crate::VcpuEventContext::errors`], which costs
 //! one load, and reads the cause with [`crate::EventHandle::failure`].
@@ -50,7 +50,8 @@ impl Context {
         }
     }
 
-    /// Performs [`Context::check_lost_slots`], unless the last check was less than [`LOOK_INTERVAL_NS`] ago.
+    /// Performs [`Context::check_lost_slots`], unless the last check was less than
+    /// [`LOOK_INTERVAL_NS`] ago.
     pub fn look_periodically(&mut self, now_ns: u64) {
         if now_ns.saturating_sub(self.looked_ns) >= LOOK_INTERVAL_NS {
             self.check_lost_slots(now_ns);

@@ -1,4 +1,4 @@
-//! Addition of events to a context and its groups, and their removal. The siblings of a removed
+//! Adds events to a context and its groups, and removes them. The siblings of a removed
 //! leader become leaders of their own groups.
 
 use super::Context;

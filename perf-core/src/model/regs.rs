@@ -121,8 +121,8 @@ impl RegsRequest {
     }
 }
 
-/// The register data that was read so far for one overflow. Only the raw data is not kept and may
-/// be read again.
+/// Register data of a sample, cached so that each part is read from the vCPU only once per
+/// overflow. Raw sample data is not cached.
 #[derive(Debug, Default)]
 pub(crate) struct RegsCache {
     mode: Option<CpuMode>,

@@ -40,7 +40,7 @@ impl PerfEventControlError {
     }
 }
 
-/// Error of opening an event ([`crate::PerfCore::open`]).
+/// Error returned when an event cannot be opened ([`crate::PerfCore::open`]).
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum PerfEventOpenError {

@@ -640,7 +640,8 @@ mod tests {
         assert_eq!(pass(&mut m, 10).0, Some(20));
     }
 
-    /// Full samples are taken less often while they are expensive, and more often afterwards.
+    /// While a full sample stops the vCPU for a long time, the ratio of full samples decreases. It
+    /// increases again when full samples become cheaper.
     #[test]
     fn expensive_full_samples_are_taken_less_often() {
         let terms = SampleMergeConfig {

@@ -63,8 +63,8 @@ impl InheritedDescriptors {
     }
 }
 
-/// Clears the environment except for [`KEPT_VARIABLES`] and Perfvisor's own variables, and overwrites the
-/// copy shown by `/proc/PID/environ`. No other thread may exist.
+/// Clears the environment except for [`KEPT_VARIABLES`] and Perfvisor's own variables, and
+/// overwrites the copy shown by `/proc/PID/environ`. No other thread may exist.
 pub(super) fn clear_environment() {
     let all: Vec<(OsString, OsString)> = env::vars_os().collect();
     for (name, value) in &all {

@@ -193,7 +193,7 @@ impl SnapshotBaseChain {
         Ok(Self { full, diffs })
     }
 
-    /// Returns the base itself, which is the topmost snapshot of the chain.
+    /// Returns the last snapshot of the chain, on which a new diff would be based.
     fn top(&self) -> &BaseSnapshot {
         self.diffs.last().unwrap_or(&self.full)
     }

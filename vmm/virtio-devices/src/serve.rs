@@ -119,9 +119,9 @@ pub fn continue_at_used_ring(queue: &mut Queue, memory: &GuestMemoryMmap) -> Res
 
 /// Progress of a call of [`serve_queue_while`].
 struct RoundProgress {
-    /// Number of chains that the call may still start.
+    /// Number of further descriptor chains that this call may serve.
     left: u16,
-    /// Time after which the call starts no further chain.
+    /// Time after which this call serves no further descriptor chain.
     end: Instant,
     /// Time of the last interrupt, or a later time at which no completed chain was without
     /// interrupt.

@@ -49,7 +49,8 @@ fn base_of(memory: &[u8]) -> SnapshotBaseChain {
     chain(vec![snapshot_of("full", &machine(memory), file_of(memory))]).unwrap()
 }
 
-/// Writes a diff, and returns its state, its file and the size of its ranges.
+/// Writes the diff between `base` and `memory`. Returns the saved machine, the file of the diff
+/// and the total size of the differing ranges in bytes.
 fn diff_above(base: SnapshotBaseChain, memory: &[u8]) -> (SavedMachine, File, u64) {
     let mut writer = SnapshotDiffWriter::new(base, memory.len() as u64).unwrap();
     let file = tempfile::tempfile().unwrap();

@@ -310,9 +310,9 @@ mod tests {
     }
 
     proptest! {
-        /// For any interval lengths and counts, there is a worst estimate. The running time of the
-        /// estimated event does not exceed the total duration, and the estimate is within the
-        /// tolerance that follows from the uncounted part of the time.
+        /// For any interval lengths and counts, the estimate with the largest error is within the
+        /// tolerance that follows from the time in which its event was not counted, and that event
+        /// ran no longer than the total duration.
         #[test]
         fn estimates_are_within_their_slack(turns in prop::collection::vec((1u64..100, 0u64..1_000_000), 14..40)) {
             let mut taken = MultiplexedEvents::new(4, 7);

@@ -181,7 +181,7 @@ pub struct LoadedGuest {
     /// RDPMC instructions of the kernel. If `patch_rdpmc` was set, each of them was replaced with a
     /// write to [`TRAP_PORT`](guest_patching::finder::TRAP_PORT).
     pub rdpmc_sites: Vec<RdpmcSite>,
-    /// Tables in the file of a Linux kernel that give the event selects of perf's generic events.
+    /// Tables in a Linux kernel image that map perf's generic events to event selects.
     pub event_tables: Vec<event_tables::KernelEventTable>,
     /// Lists of top-down events in a Linux kernel file.
     pub topdown: Vec<topdown_events::TopdownList>,

@@ -8,7 +8,7 @@ use vm_memory::{Address, GuestMemoryBackend, GuestMemoryMmap, GuestMemoryRegion}
 
 use super::vm_fd::VmFd;
 
-/// Error of KVM when a memory slot is registered.
+/// Error returned when KVM cannot register a memory slot.
 #[derive(Debug, thiserror::Error)]
 #[error("KVM rejected memory slot {slot} at {guest_address:#x}")]
 pub struct MemorySlotError {

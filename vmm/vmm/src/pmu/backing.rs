@@ -49,8 +49,8 @@ pub enum CounterBackingError {
     OwnShare,
 }
 
-/// Checks that KVM's own vPMU is available and supports the other options. Returns the capabilities
-/// of the vPMU.
+/// Checks that KVM's own vPMU is available and supports the RDPMC and PMI options in use. Returns
+/// the capabilities of the vPMU.
 ///
 /// # Errors
 /// Returns [`CounterBackingError::OwnAnswers`], [`CounterBackingError::OwnPmis`] or

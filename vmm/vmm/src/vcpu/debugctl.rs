@@ -1,7 +1,7 @@
 //! Emulates IA32_DEBUGCTL, some of whose bits belong to the PMU and others to the processor.
 //!
-//! The register is trapped if the guest's PMU can freeze counters. The processor's bits of a
-//! written value are forwarded to KVM. A read returns those of them that KVM has kept.
+//! The register is trapped if the guest's PMU can freeze counters. A write passes the
+//! processor's bits to KVM. A read returns the processor's bits that KVM has accepted.
 
 use crate::kvm::call::KvmIoctlError;
 use crate::kvm::vcpu_fd::VcpuFd;

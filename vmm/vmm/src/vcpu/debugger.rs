@@ -7,9 +7,9 @@
 //! the thread of the vCPU makes these KVM calls.
 //!
 //! A vCPU that hits a breakpoint or completes a single step stops all vCPUs with
-//! `Debugger::record_stop`. If several vCPUs do so at the same time, only the first stop is reported.
-//! The other vCPUs repeat their instruction when they resume, and stop again if the breakpoint is
-//! still set.
+//! `Debugger::record_stop`. If several vCPUs do so at the same time, only the first stop is
+//! reported. The other vCPUs repeat their instruction when they resume, and stop again if the
+//! breakpoint is still set.
 
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering};
 use std::sync::{Condvar, Mutex, MutexGuard, OnceLock, PoisonError};

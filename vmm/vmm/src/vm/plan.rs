@@ -201,7 +201,7 @@ impl<'a> VmPlan<'a> {
         Ok(())
     }
 
-    /// Hides events that cannot be counted in the event tables of a loaded Linux kernel.
+    /// Removes events that this VM cannot count from the event tables of a loaded Linux kernel.
     pub(super) fn hide_uncounted(
         &self,
         uncounted: &UncountableEventSet,

@@ -17,10 +17,10 @@ use super::*;
 const PACED: &[u8] = include_bytes!("paced.bin");
 /// Code of the single-stepped guest, assembled from `stepped.s`.
 const STEPPED: &[u8] = include_bytes!("stepped.bin");
-/// Number of loop rounds in which the paced guest (`paced.s`) reads a counter with RDPMC, each with
-/// one byte of output.
+/// Number of loop iterations in which the paced guest (`paced.s`) reads a counter with RDPMC, each
+/// with one byte of output.
 const READS: usize = 12;
-/// Number of other loop rounds of the paced guest (`paced.s`).
+/// Number of loop iterations of the paced guest (`paced.s`) without RDPMC.
 const PACED_ROUNDS: u32 = 30;
 /// Guest address at which the paced guest stores 1 while it waits for a PMI that only the PMI limit
 /// can delay.
