@@ -18,7 +18,7 @@ const STATIC_TARGET: &str = "x86_64-unknown-linux-gnu";
 /// artefact, the cause and the remedy.
 #[derive(Debug, Clone, thiserror::Error)]
 #[error("{0}")]
-pub struct ArtefactError(String);
+pub struct BuildArtefactError(String);
 
 /// Returns the top directory of the source tree.
 pub fn workspace() -> &'static Path {
@@ -59,10 +59,10 @@ pub fn target_dir() -> PathBuf {
 ///
 /// # Errors
 /// Returns an error if the directory cannot be created.
-pub fn log_dir() -> Result<PathBuf, ArtefactError> {
+pub fn log_dir() -> Result<PathBuf, BuildArtefactError> {
     let directory = target_dir().join("integration");
     std::fs::create_dir_all(&directory)
-        .map_err(|error| ArtefactError(format!("{}: {error}", directory.display())))?;
+        .map_err(|error| BuildArtefactError(format!("{}: {error}", directory.display())))?;
     Ok(directory)
 }
 
@@ -70,8 +70,8 @@ pub fn log_dir() -> Result<PathBuf, ArtefactError> {
 ///
 /// # Errors
 /// Returns an error if the images cannot be built, for example without network access.
-pub fn images() -> Result<&'static GuestImages, ArtefactError> {
-    static IMAGES: OnceLock<Result<GuestImages, ArtefactError>> = OnceLock::new();
+pub fn images() -> Result<&'static GuestImages, BuildArtefactError> {
+    static IMAGES: OnceLock<Result<GuestImages, BuildArtefactError>> = OnceLock::new();
     IMAGES
         .get_or_init(|| images_of(&KernelChoice::default()))
         .as_ref()
@@ -82,9 +82,9 @@ pub fn images() -> Result<&'static GuestImages, ArtefactError> {
 ///
 /// # Errors
 /// Returns an error if the images cannot be built.
-pub fn images_of(choice: &KernelChoice) -> Result<GuestImages, ArtefactError> {
+pub fn images_of(choice: &KernelChoice) -> Result<GuestImages, BuildArtefactError> {
     linux::ensure(&target_dir(), choice, false, &ProgressLog::new("guest")).map_err(|error| {
-        ArtefactError(format!(
+        BuildArtefactError(format!(
             "cannot build the Linux guest: {} (see docs/guide/guest-images.md)",
             describe(&error)
         ))
@@ -95,7 +95,7 @@ pub fn images_of(choice: &KernelChoice) -> Result<GuestImages, ArtefactError> {
 ///
 /// # Errors
 /// Returns an error if QEMU is not installed or its plugin cannot be built.
-pub fn qemu() -> Result<&'static Qemu, ArtefactError> {
+pub fn qemu() -> Result<&'static Qemu, BuildArtefactError> {
     qemu_with(QemuCpuRequirement::Nothing)
 }
 
@@ -103,16 +103,16 @@ pub fn qemu() -> Result<&'static Qemu, ArtefactError> {
 ///
 /// # Errors
 /// Returns an error if QEMU is not installed, cannot be fetched, or its plugin cannot be built.
-pub fn qemu_with(needs: QemuCpuRequirement) -> Result<&'static Qemu, ArtefactError> {
-    static ANY: OnceLock<Result<Qemu, ArtefactError>> = OnceLock::new();
-    static XSAVE: OnceLock<Result<Qemu, ArtefactError>> = OnceLock::new();
+pub fn qemu_with(needs: QemuCpuRequirement) -> Result<&'static Qemu, BuildArtefactError> {
+    static ANY: OnceLock<Result<Qemu, BuildArtefactError>> = OnceLock::new();
+    static XSAVE: OnceLock<Result<Qemu, BuildArtefactError>> = OnceLock::new();
     let selected = match needs {
         QemuCpuRequirement::Nothing => &ANY,
         QemuCpuRequirement::Xsave => &XSAVE,
     };
     let ensure = || qemu::ensure(&target_dir(), needs, &ProgressLog::new("lab"));
     selected
-        .get_or_init(|| ensure().map_err(|error| ArtefactError(describe(&error))))
+        .get_or_init(|| ensure().map_err(|error| BuildArtefactError(describe(&error))))
         .as_ref()
         .map_err(Clone::clone)
 }
@@ -121,16 +121,16 @@ pub fn qemu_with(needs: QemuCpuRequirement) -> Result<&'static Qemu, ArtefactErr
 ///
 /// # Errors
 /// Returns an error if a package cannot be fetched.
-pub fn rr_archive() -> Result<PathBuf, ArtefactError> {
-    rr::ensure(&target_dir(), &ProgressLog::new("rr")).map_err(|error| ArtefactError(describe(&error)))
+pub fn rr_archive() -> Result<PathBuf, BuildArtefactError> {
+    rr::ensure(&target_dir(), &ProgressLog::new("rr")).map_err(|error| BuildArtefactError(describe(&error)))
 }
 
 /// Returns a directory that contains each bare-metal guest as `NAME.elf`.
 ///
 /// # Errors
 /// Returns an error if the files cannot be written.
-pub fn bare_metal_dir() -> Result<&'static Path, ArtefactError> {
-    static DIRECTORY: OnceLock<Result<PathBuf, ArtefactError>> = OnceLock::new();
+pub fn bare_metal_dir() -> Result<&'static Path, BuildArtefactError> {
+    static DIRECTORY: OnceLock<Result<PathBuf, BuildArtefactError>> = OnceLock::new();
     let directory = DIRECTORY.get_or_init(|| {
         let directory = log_dir()?.join("bare-metal");
         // Do not rewrite unchanged files, because another process may be reading them.
@@ -140,7 +140,7 @@ pub fn bare_metal_dir() -> Result<&'static Path, ArtefactError> {
         });
         if !current {
             guest_images::bare_metal::write_all(&directory)
-                .map_err(|error| ArtefactError(error.to_string()))?;
+                .map_err(|error| BuildArtefactError(error.to_string()))?;
         }
         Ok(directory)
     });
@@ -165,15 +165,15 @@ pub struct LabBinaries {
 ///
 /// # Errors
 /// Returns an error if the build fails.
-pub fn binaries() -> Result<&'static LabBinaries, ArtefactError> {
-    static BINARIES: OnceLock<Result<LabBinaries, ArtefactError>> = OnceLock::new();
+pub fn binaries() -> Result<&'static LabBinaries, BuildArtefactError> {
+    static BINARIES: OnceLock<Result<LabBinaries, BuildArtefactError>> = OnceLock::new();
     BINARIES
         .get_or_init(build_binaries)
         .as_ref()
         .map_err(Clone::clone)
 }
 
-fn build_binaries() -> Result<LabBinaries, ArtefactError> {
+fn build_binaries() -> Result<LabBinaries, BuildArtefactError> {
     let in_directory = |directory: &Path| LabBinaries {
         perfvisor: directory.join("perfvisor"),
         lab_agent: directory.join("lab-agent"),
@@ -196,7 +196,7 @@ fn build_binaries() -> Result<LabBinaries, ArtefactError> {
 ///
 /// If standard error is a terminal, cargo displays its own progress. Otherwise, a progress line is
 /// printed every ten seconds.
-fn build_static(what: &str, arguments: &[&str]) -> Result<String, ArtefactError> {
+fn build_static(what: &str, arguments: &[&str]) -> Result<String, BuildArtefactError> {
     let progress = ProgressLog::new("lab");
     progress.step(&format!("building {what}"));
     let (verb, rest) = arguments.split_at(1);
@@ -220,16 +220,16 @@ fn build_static(what: &str, arguments: &[&str]) -> Result<String, ArtefactError>
             Stdio::piped()
         })
         .spawn()
-        .map_err(|error| ArtefactError(format!("cannot run cargo: {error}")))?;
+        .map_err(|error| BuildArtefactError(format!("cannot run cargo: {error}")))?;
     let messages = child.stderr.take();
     let follower =
         thread::spawn(move || messages.map_or_else(String::new, |pipe| follow_cargo(&progress, pipe)));
     let output = child
         .wait_with_output()
-        .map_err(|error| ArtefactError(format!("cannot wait for cargo: {error}")))?;
+        .map_err(|error| BuildArtefactError(format!("cannot wait for cargo: {error}")))?;
     let messages = follower.join().unwrap_or_default();
     if !output.status.success() {
-        return Err(ArtefactError(format!(
+        return Err(BuildArtefactError(format!(
             "cannot build {what} for the lab; cargo's messages:\n{}",
             if is_terminal { "(above)" } else { &messages }
         )));
@@ -267,7 +267,7 @@ fn follow_cargo(progress: &ProgressLog, messages: impl Read) -> String {
 ///
 /// # Errors
 /// Returns an error if the build fails.
-pub fn static_tests(package: &str, names: &[&str]) -> Result<Vec<PathBuf>, ArtefactError> {
+pub fn static_tests(package: &str, names: &[&str]) -> Result<Vec<PathBuf>, BuildArtefactError> {
     let mut arguments = vec!["test", "--no-run", "--message-format=json", "-p", package];
     for name in names {
         arguments.extend(["--test", name]);
@@ -283,7 +283,7 @@ pub fn static_tests(package: &str, names: &[&str]) -> Result<Vec<PathBuf>, Artef
     names
         .iter()
         .map(|name| {
-            executable(name).ok_or_else(|| ArtefactError(format!("cargo built no test program {name}")))
+            executable(name).ok_or_else(|| BuildArtefactError(format!("cargo built no test program {name}")))
         })
         .collect()
 }
@@ -292,7 +292,7 @@ pub fn static_tests(package: &str, names: &[&str]) -> Result<Vec<PathBuf>, Artef
 ///
 /// # Errors
 /// Returns an error if the build fails.
-pub fn sdk_client() -> Result<PathBuf, ArtefactError> {
+pub fn sdk_client() -> Result<PathBuf, BuildArtefactError> {
     let manifest = "integration/sdk-client/Cargo.toml";
     build_static(
         "a client of Firecracker's API",

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
-use crate::artefacts::{self, ArtefactError};
+use crate::artefacts::{self, BuildArtefactError};
 use crate::hang::{self, ANSWER_LIMIT};
 use crate::lab::{Lab, LabError, LabOptions};
 use crate::limit::ProcessTimeLimits;
@@ -22,7 +22,7 @@ pub enum TestHostError {
     Lab(#[from] LabError),
     /// An artefact could not be built.
     #[error(transparent)]
-    Artefact(#[from] ArtefactError),
+    Artefact(#[from] BuildArtefactError),
     /// A process could not be run to its end.
     #[error(transparent)]
     Process(#[from] ProcessRunError),

@@ -144,8 +144,8 @@ fn open_and_enable() -> [[f64; 2]; 2] {
             ],
             [
                 once(&mut || {
-                    ours.disable(EventControlScope::Event).unwrap();
-                    ours.enable(EventControlScope::Event).unwrap();
+                    ours.disable(EventOrGroup::Event).unwrap();
+                    ours.enable(EventOrGroup::Event).unwrap();
                 }),
                 once(&mut || kernel_off_and_on(kernels)),
             ],

@@ -44,7 +44,7 @@ pub fn main() -> Result<(), Box<dyn std::error::Error>> {
     let faults = open(software(PAGE_FAULTS), Some(&clock), OpenFlags::default())?;
     touch(100);
     // The handle of any member disables the whole group.
-    faults.disable(EventControlScope::Group)?;
+    faults.disable(EventOrGroup::Group)?;
     let group = clock.read_group()?;
     println!("{} ns with {} page faults", group[0].value, group[1].value);
     assert!(group[1].value >= 100);
@@ -59,7 +59,7 @@ pub fn main() -> Result<(), Box<dyn std::error::Error>> {
     // count, ID and lost count of each member.
     let expected = [group[0], group[1]].map(|r| [r.value, r.id, 0]).concat();
     assert_eq!((words[0], &words[3..]), (2, &expected[..]));
-    clock.reset(EventControlScope::Group)?;
+    clock.reset(EventOrGroup::Group)?;
     let nothing = clock.read_group()?.iter().all(|reading| reading.value == 0);
     assert!(nothing, "and nothing counts now");
     drop((clock, faults));

@@ -53,7 +53,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     // therefore waits, and its reading reports that it was never counted.
     let group = open(software(TASK_CLOCK), None)?;
     let _second = open(software(CONTEXT_SWITCHES), Some(&group))?;
-    group.disable(EventControlScope::Event)?;
+    group.disable(EventOrGroup::Event)?;
     vcpu.sched_in();
     // Phases with many and with few faults, some milliseconds each.
     for (phase, ms) in [47, 83, 31, 67, 59, 71, 41, 90].into_iter().enumerate() {
@@ -93,7 +93,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         });
         println!("{:>8} {on:>6.1} % {linear:>10} {ours:>22}", r.value);
     }
-    group.enable(EventControlScope::Event)?;
+    group.enable(EventOrGroup::Event)?;
     let state = group.state();
     println!(
         "\nthe group of two beside a pinned event on two counters: {state:?}, {:?}",

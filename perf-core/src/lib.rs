@@ -11,9 +11,9 @@
 //!   [`EventHandle`].
 //! - **vCPU context**, **VM context**: the set of events of one vCPU, or of the whole machine.
 //! - **group**: a leader and its siblings, scheduled on the PMU together or not at all.
-//! - **slot**: one hardware counter. A driver with [`pmu::PmuCapacity::Counters`] has a fixed set
-//!   of slots for each vCPU and reports which of them can hold an event ([`Pmu::constraint`]).
-//!   Events of all other drivers are *software* events and need no slot.
+//! - **slot**: one hardware counter. A driver with [`pmu::PmuCounterCapacity::Counters`] has a
+//!   fixed set of slots for each vCPU and reports which of them can hold an event
+//!   ([`Pmu::constraint`]). Events of all other drivers are *software* events and need no slot.
 //! - **pinned**: always scheduled, or in the error state. **flexible**: multiplexed. **exclusive**:
 //!   alone on the PMU.
 //! - **family**: a VM-wide event and its children, one in each vCPU context.
@@ -61,7 +61,7 @@
 //! while clock.read()?.value < 10_000_000 {
 //!     thread.service_overflows(&mut UnavailableRegs, &mut |_| {});
 //! }
-//! clock.disable(EventControlScope::Event)?;
+//! clock.disable(EventOrGroup::Event)?;
 //! thread.service_overflows(&mut UnavailableRegs, &mut |_| {});
 //!
 //! let format = RecordFormat::from(clock.attr());
@@ -164,7 +164,7 @@ pub mod time;
 pub use diagnostics::{error_line, guest_log};
 
 pub use crate::api::{
-    ContextPin, EventControlScope, EventHandle, EventOpenTarget, GroupReading, GuestMmapEvent, LockedContext,
+    ContextPin, EventHandle, EventOpenTarget, EventOrGroup, GroupReading, GuestMmapEvent, LockedContext,
     OpenFlags, PerfCoreBuilder, PerfCoreConfigError, PerfCoreSetting, PerfCoreSettingError, Reading, Session,
     VcpuReading,
 };

@@ -258,8 +258,8 @@ fn measure_core(all: &mut Measurements) -> Option<()> {
         m.context.sched_in();
     })?;
     all.put("core: disable and enable a group of 8", &mut |_| {
-        let _ = black_box(leader.disable(EventControlScope::Event));
-        let _ = black_box(leader.enable(EventControlScope::Event));
+        let _ = black_box(leader.disable(EventOrGroup::Event));
+        let _ = black_box(leader.enable(EventOrGroup::Event));
     })?;
     all.put("core: a software event that nobody counts", &mut |_| {
         m.context

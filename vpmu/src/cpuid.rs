@@ -183,10 +183,10 @@ impl PmuModel {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::model_name::CounterNumbers;
+    use crate::model_name::RequestedCounters;
 
     fn intel(version: u8, general: u32, fixed: u32) -> PmuModel {
-        let numbers = CounterNumbers {
+        let numbers = RequestedCounters {
             general,
             fixed: Some(fixed),
         };
@@ -257,7 +257,7 @@ mod tests {
 
     #[test]
     fn amd_v2_reports_counters_and_maximum_leaf() {
-        let numbers = CounterNumbers {
+        let numbers = RequestedCounters {
             general: 15,
             fixed: None,
         };
@@ -289,7 +289,7 @@ mod tests {
             PmuModel::new(PmuGeneration::AmdK7, None, None).unwrap(),
             PmuModel::new(
                 PmuGeneration::AmdV2,
-                Some(CounterNumbers {
+                Some(RequestedCounters {
                     general: 11,
                     fixed: None,
                 }),

@@ -85,7 +85,7 @@ pub use host_pmu::{CpuidReader, CpuidRegs, HostPmuProperties};
 pub use index::{CounterIndex, MAX_COUNTERS, MAX_FIXED, MAX_GENERAL, MsrAddress, RdpmcIndex, counters_in};
 pub use limit::DEFAULT_PMI_LIMIT;
 pub use model::PmuModel;
-pub use model_name::{CounterNumbers, PmuGeneration, PmuModelError, PmuModelName, Vendor};
+pub use model_name::{PmuGeneration, PmuModelError, PmuModelName, RequestedCounters, Vendor};
 pub use perf_core_events::{PerfCoreEvents, PrivilegeLevels};
 pub use share::{PmiShare, PmiShareError};
 pub use sources::{CounterBackingSelector, HostEventSource};

@@ -6,7 +6,7 @@ use crate::events::{ArchEvent, ArchEventSet};
 use crate::freeze::{DEBUGCTL_FREEZE_BRANCHES_ON_PMI, DEBUGCTL_FREEZE_ON_PMI};
 use crate::host_pmu::{CpuidReader, HostPmuProperties};
 use crate::index::{CounterIndex, MAX_FIXED, MAX_GENERAL};
-use crate::model_name::{CounterNumbers, PmuGeneration, PmuModelError, PmuModelName, Vendor};
+use crate::model_name::{PmuGeneration, PmuModelError, PmuModelName, RequestedCounters, Vendor};
 use crate::width::CounterWidth;
 
 /// Vendor, generation, number and width of the counters of a guest's PMU. All values are within the
@@ -56,7 +56,7 @@ impl PmuModel {
     /// copy.
     pub fn resolve(
         name: PmuModelName,
-        counters: Option<CounterNumbers>,
+        counters: Option<RequestedCounters>,
         width: Option<u32>,
         host: &mut CpuidReader<'_>,
     ) -> Result<Self, PmuModelError> {
@@ -88,7 +88,7 @@ impl PmuModel {
     )]
     pub fn new(
         generation: PmuGeneration,
-        counters: Option<CounterNumbers>,
+        counters: Option<RequestedCounters>,
         width: Option<u32>,
     ) -> Result<Self, PmuModelError> {
         let default = Self::default_numbers(generation);
@@ -163,7 +163,7 @@ impl PmuModel {
         };
         let model = Self::new(
             generation,
-            Some(CounterNumbers {
+            Some(RequestedCounters {
                 general,
                 fixed: Some(0),
             }),
@@ -185,7 +185,7 @@ impl PmuModel {
         })
     }
 
-    const fn default_numbers(generation: PmuGeneration) -> CounterNumbers {
+    const fn default_numbers(generation: PmuGeneration) -> RequestedCounters {
         let (general, fixed) = match generation {
             PmuGeneration::Off(_) => (0, 0),
             PmuGeneration::Intel(1) => (4, 0),
@@ -193,7 +193,7 @@ impl PmuModel {
             PmuGeneration::AmdK7 => (4, 0),
             PmuGeneration::AmdCore | PmuGeneration::AmdV2 => (6, 0),
         };
-        CounterNumbers {
+        RequestedCounters {
             general,
             fixed: Some(fixed),
         }
@@ -220,7 +220,7 @@ impl PmuModel {
 
     fn one_less(self) -> Option<Self> {
         let with = |general: u32| {
-            let numbers = CounterNumbers {
+            let numbers = RequestedCounters {
                 general,
                 fixed: Some(0),
             };
@@ -583,11 +583,11 @@ mod tests {
             "4+
 3",
         ] {
-            assert!(text.parse::<CounterNumbers>().is_err(), "{text:?} was taken");
+            assert!(text.parse::<RequestedCounters>().is_err(), "{text:?} was taken");
         }
         assert_eq!(
             "8+4".parse(),
-            Ok(CounterNumbers {
+            Ok(RequestedCounters {
                 general: 8,
                 fixed: Some(4)
             })

@@ -108,24 +108,24 @@ impl FromStr for PmuModelName {
 
 /// Value of `--pmu-counters GP[+FIXED]`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct CounterNumbers {
+pub struct RequestedCounters {
     /// Requested number of general-purpose counters.
     pub general: u32,
     /// Requested number of fixed counters, or `None` for the model's default.
     pub fixed: Option<u32>,
 }
 
-impl FromStr for CounterNumbers {
+impl FromStr for RequestedCounters {
     type Err = PmuModelError;
 
     fn from_str(text: &str) -> Result<Self, PmuModelError> {
         let number = |part: &str| -> Result<u32, PmuModelError> {
             // `u32::from_str` accepts a leading plus sign, so "4++3" would parse.
             if part.is_empty() || !part.bytes().all(|b| b.is_ascii_digit()) {
-                return Err(PmuModelError::CounterNumbers(printable(text)));
+                return Err(PmuModelError::RequestedCounters(printable(text)));
             }
             part.parse()
-                .map_err(|_| PmuModelError::CounterNumbers(printable(text)))
+                .map_err(|_| PmuModelError::RequestedCounters(printable(text)))
         };
         match text.split_once('+') {
             Some((general, fixed)) => Ok(Self {
@@ -162,7 +162,7 @@ pub enum PmuModelError {
     UnknownModel(String),
     /// The `--pmu-counters` value is malformed. Contains the value.
     #[error("invalid counter numbers \"{0}\"; must be GP or GP+FIXED, for example 4 or 4+3")]
-    CounterNumbers(String),
+    RequestedCounters(String),
     /// The number of general-purpose counters is outside the model's limits.
     #[error("{given} general-purpose counters: {generation} supports {limit}; {remedy}")]
     General {

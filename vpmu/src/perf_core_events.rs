@@ -11,7 +11,7 @@ use perf_core::pmu::{PmuError, VcpuId};
 use std::sync::Arc;
 
 use perf_core::{
-    Attr, EventControlScope, EventHandle, EventOpenTarget, OpenFlags, PerfCore, PerfEventOpenError, Session,
+    Attr, EventHandle, EventOpenTarget, EventOrGroup, OpenFlags, PerfCore, PerfEventOpenError, Session,
     SessionRole, VcpuEventContext, error_line,
 };
 
@@ -317,7 +317,7 @@ fn start(handle: &EventHandle, overflow_in: Option<u64>) -> Result<u64, Unavaila
         Ok(Err(cause)) => cause,
         Err(error) => UnavailableReason::Refused(error.errno()),
     };
-    let _ = handle.disable(EventControlScope::Event);
+    let _ = handle.disable(EventOrGroup::Event);
     Err(lack)
 }
 

@@ -21,7 +21,7 @@ use crate::counter_events::{CounterEnableOutcome, CounterEventLoss, CounterEvent
 use crate::events::{CounterBacking, CounterEventRequest};
 use crate::index::{CounterIndex, MAX_COUNTERS, counters_in};
 use crate::model::PmuModel;
-use crate::model_name::{CounterNumbers, PmuGeneration, Vendor};
+use crate::model_name::{PmuGeneration, RequestedCounters, Vendor};
 use crate::registers;
 use crate::share::{HandlerPhase, SavedHandler};
 use crate::vendor::{PmuRegister, PmuRegisters, RegisterWriteEffect};
@@ -519,7 +519,7 @@ fn read_model(reader: &mut Reader<'_>) -> Result<PmuModel, VpmuStateError> {
     let width = u32::from(reader.u8()?);
     PmuModel::new(
         generation,
-        Some(CounterNumbers {
+        Some(RequestedCounters {
             general,
             fixed: Some(0),
         }),

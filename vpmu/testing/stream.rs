@@ -148,7 +148,7 @@ impl<H: TestEvents> CheckedPmu<H> {
             ReferenceKind::Core => PmuGeneration::AmdCore,
             ReferenceKind::V2 => PmuGeneration::AmdV2,
         };
-        let numbers = CounterNumbers {
+        let numbers = RequestedCounters {
             general: gp,
             fixed: Some(fixed),
         };

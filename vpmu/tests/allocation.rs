@@ -24,7 +24,7 @@ fn counter_counts() {
 #[test]
 fn register_access_does_not_allocate() {
     let model = |generation, general, fixed| {
-        PmuModel::new(generation, Some(CounterNumbers { general, fixed }), None).unwrap()
+        PmuModel::new(generation, Some(RequestedCounters { general, fixed }), None).unwrap()
     };
     let v2 = model(PmuGeneration::AmdV2, 15, None);
     let v5 = model(PmuGeneration::Intel(5), 8, Some(4));

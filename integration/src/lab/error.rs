@@ -3,7 +3,7 @@
 use std::io;
 use std::path::PathBuf;
 
-use crate::artefacts::ArtefactError;
+use crate::artefacts::BuildArtefactError;
 
 /// Name of the program that starts QEMU with a parent-death signal. Part of Debian's base system.
 pub(super) const SETPRIV: &str = "setpriv";
@@ -17,7 +17,7 @@ pub enum LabError {
     Start(#[source] io::Error),
     /// A file for the lab could not be built.
     #[error(transparent)]
-    Artefact(#[from] ArtefactError),
+    Artefact(#[from] BuildArtefactError),
     /// A local file could not be read or written.
     #[error("{path}")]
     File {

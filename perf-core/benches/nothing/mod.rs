@@ -1,6 +1,6 @@
 //! A driver for benchmarks, in place of the host driver. Its events do nothing.
 
-use perf_core::pmu::{PmuCapacity, PmuError, PmuEventTarget};
+use perf_core::pmu::{PmuCounterCapacity, PmuError, PmuEventTarget};
 use perf_core::{Attr, EventType, Pmu, PmuEvent};
 
 /// A driver that has slots but does nothing, so that only the cost of the core is measured.
@@ -20,8 +20,8 @@ impl Pmu for NoopPmu {
     fn supports_type(&self, ty: EventType) -> bool {
         ty == EventType::SIM || ty == EventType::HARDWARE
     }
-    fn capacity(&self) -> PmuCapacity {
-        PmuCapacity::counters(self.slots)
+    fn capacity(&self) -> PmuCounterCapacity {
+        PmuCounterCapacity::counters(self.slots)
     }
     fn open(&self, _: &Attr, _: PmuEventTarget) -> Result<Box<dyn PmuEvent>, PmuError> {
         Ok(Box::new(NoopEvent(0)))

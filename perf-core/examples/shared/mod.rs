@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use perf_core::attr::{Attr, EventType};
 use perf_core::pmu::host::HostPmu;
-use perf_core::pmu::{Pmu, PmuCapacity, PmuError, PmuEvent, PmuEventTarget};
+use perf_core::pmu::{Pmu, PmuCounterCapacity, PmuError, PmuEvent, PmuEventTarget};
 use perf_core::time::Clock;
 use perf_core::{CpuMode, SampleRegs};
 
@@ -127,8 +127,8 @@ impl Pmu for LimitedPmu {
     fn supports_type(&self, ty: EventType) -> bool {
         self.host.supports_type(ty)
     }
-    fn capacity(&self) -> PmuCapacity {
-        PmuCapacity::counters(self.slots)
+    fn capacity(&self) -> PmuCounterCapacity {
+        PmuCounterCapacity::counters(self.slots)
     }
     fn open(&self, attr: &Attr, target: PmuEventTarget) -> Result<Box<dyn PmuEvent>, PmuError> {
         self.host.open(attr, target)

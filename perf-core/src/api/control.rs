@@ -8,7 +8,7 @@ use crate::service::open_events::EventRef;
 
 /// The scope of a control call: an event or its whole group.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum EventControlScope {
+pub enum EventOrGroup {
     /// The event and its children.
     #[default]
     Event,
@@ -34,7 +34,7 @@ impl EventHandle {
     /// # Errors
     ///
     /// Returns [`PerfEventControlError::Closed`] if the event is closed.
-    pub fn enable(&self, scope: EventControlScope) -> Result<(), PerfEventControlError> {
+    pub fn enable(&self, scope: EventOrGroup) -> Result<(), PerfEventControlError> {
         self.set(scope, true)
     }
 
@@ -43,7 +43,7 @@ impl EventHandle {
     /// # Errors
     ///
     /// Returns [`PerfEventControlError::Closed`] if the event is closed.
-    pub fn disable(&self, scope: EventControlScope) -> Result<(), PerfEventControlError> {
+    pub fn disable(&self, scope: EventOrGroup) -> Result<(), PerfEventControlError> {
         self.set(scope, false)
     }
 
@@ -107,7 +107,7 @@ impl EventHandle {
         Ok(context.events[inner.key].count())
     }
 
-    fn set(&self, scope: EventControlScope, on: bool) -> Result<(), PerfEventControlError> {
+    fn set(&self, scope: EventOrGroup, on: bool) -> Result<(), PerfEventControlError> {
         self.for_scope(scope, |event| event.set_enabled(on))
     }
 
@@ -117,19 +117,19 @@ impl EventHandle {
     /// # Errors
     ///
     /// Returns [`PerfEventControlError::Closed`] if the event is closed.
-    pub fn reset(&self, scope: EventControlScope) -> Result<(), PerfEventControlError> {
+    pub fn reset(&self, scope: EventOrGroup) -> Result<(), PerfEventControlError> {
         self.for_scope(scope, EventRef::reset)
     }
 
     fn for_scope(
         &self,
-        scope: EventControlScope,
+        scope: EventOrGroup,
         op: impl Fn(&EventRef) -> Option<()>,
     ) -> Result<(), PerfEventControlError> {
         let event = &self.inner.event;
         match scope {
-            EventControlScope::Event => op(event).ok_or(PerfEventControlError::Closed),
-            EventControlScope::Group => {
+            EventOrGroup::Event => op(event).ok_or(PerfEventControlError::Closed),
+            EventOrGroup::Group => {
                 // No event may join or leave the group during the reset.
                 let _topology = self.inner.core.topology();
                 for member in event

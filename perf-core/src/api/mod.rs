@@ -18,7 +18,7 @@ mod vcpu;
 mod vcpus;
 
 pub use builder::{PerfCoreBuilder, PerfCoreConfigError};
-pub use control::EventControlScope;
+pub use control::EventOrGroup;
 pub use guest::GuestMmapEvent;
 pub use handle::EventHandle;
 pub use hold::LockedContext;

@@ -13,7 +13,7 @@ use crate::model::regs::{RegsRequest, SampledRegs};
 use crate::model::state::{EventState, Owner};
 use crate::notify::PollState;
 use crate::record::{
-    EncodeRecord, LostRecord, RecordFormat, RecordWords, RecordWriteOutcome, Sample, SampleId, ThrottleRecord,
+    EncodeRecord, LostRecord, RecordFormat, RecordWriteOutcome, Sample, SampleId, SampleWords, ThrottleRecord,
 };
 use crate::sample::{OverflowReport, TickTime};
 
@@ -366,7 +366,7 @@ impl Context {
             cpu: pass.by.cpu,
             ip: seen.ip,
             addr: seen.addr,
-            callchain: RecordWords::List(seen.callchain),
+            callchain: SampleWords::List(seen.callchain),
             raw: seen.raw,
             user: seen.user_for(attr),
             ..Sample::default()
@@ -375,7 +375,7 @@ impl Context {
         if format.sample_type.contains(SampleType::BRANCH_STACK) {
             branches.clear();
             seen.branches_for(attr, &mut branches);
-            sample.branches = RecordWords::List(&branches);
+            sample.branches = SampleWords::List(&branches);
         }
         let mut entries = std::mem::take(&mut self.entries);
         entries.clear();

@@ -33,7 +33,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use crate::attr::{Attr, EventType};
 use crate::pmu::spans::Spans;
-use crate::pmu::{Pmu, PmuCapacity, PmuError, PmuEvent, PmuEventTarget, VcpuId};
+use crate::pmu::{Pmu, PmuCounterCapacity, PmuError, PmuEvent, PmuEventTarget, VcpuId};
 
 /// Bit of `config` that selects a statistic of the VM instead of a vCPU.
 pub const VM_SCOPE: u64 = 1 << 32;
@@ -326,8 +326,8 @@ impl Pmu for KvmPmu {
         ty == EventType::KVM
     }
 
-    fn capacity(&self) -> PmuCapacity {
-        PmuCapacity::Unlimited
+    fn capacity(&self) -> PmuCounterCapacity {
+        PmuCounterCapacity::Unlimited
     }
 
     #[expect(clippy::cast_possible_truncation, reason = "the upper half was masked away")]

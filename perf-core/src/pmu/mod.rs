@@ -54,7 +54,7 @@ pub enum PmuEventTarget {
 
 /// The capacity of a driver: how many of its events can be active simultaneously.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum PmuCapacity {
+pub enum PmuCounterCapacity {
     /// No limit: a software driver, which uses no slots.
     Unlimited,
     /// The counters that each vCPU's thread has, each for one event at a time: a hardware driver.
@@ -62,7 +62,7 @@ pub enum PmuCapacity {
     Counters(CounterMask),
 }
 
-impl PmuCapacity {
+impl PmuCounterCapacity {
     /// Returns the capacity of a hardware driver with `n` counters, at most 64.
     #[must_use]
     pub const fn counters(n: usize) -> Self {
@@ -123,7 +123,7 @@ pub trait Pmu: Send + Sync + Debug {
     fn supports_type(&self, ty: EventType) -> bool;
 
     /// Returns the driver's capacity per vCPU: how many events can be active simultaneously.
-    fn capacity(&self) -> PmuCapacity;
+    fn capacity(&self) -> PmuCounterCapacity;
 
     /// Returns the counters that can hold an event with attributes `attr`, by default all counters.
     ///

@@ -19,7 +19,7 @@ use crate::attr::{Attr, EventType};
 #[cfg(feature = "host")]
 use crate::pmu::host::fd::current_tid as own_tid;
 use crate::pmu::spans::Spans;
-use crate::pmu::{Pmu, PmuCapacity, PmuError, PmuEvent, PmuEventTarget};
+use crate::pmu::{Pmu, PmuCounterCapacity, PmuError, PmuEvent, PmuEventTarget};
 
 /// Value of `config` for the time that the thread waits for a host CPU, in nanoseconds.
 pub const WAIT_NS: u64 = 0;
@@ -134,8 +134,8 @@ impl Pmu for RunQueueWaitPmu {
         ty == EventType::SCHED
     }
 
-    fn capacity(&self) -> PmuCapacity {
-        PmuCapacity::Unlimited
+    fn capacity(&self) -> PmuCounterCapacity {
+        PmuCounterCapacity::Unlimited
     }
 
     fn open(&self, attr: &Attr, target: PmuEventTarget) -> Result<Box<dyn PmuEvent>, PmuError> {

@@ -18,7 +18,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use crate::attr::{Attr, EventType};
 use crate::pmu::period_floor::PeriodFloor;
-use crate::pmu::{CounterMask, Pmu, PmuCapacity, PmuError, PmuEvent, PmuEventTarget, VcpuId};
+use crate::pmu::{CounterMask, Pmu, PmuCounterCapacity, PmuError, PmuEvent, PmuEventTarget, VcpuId};
 
 mod hosts;
 
@@ -287,10 +287,12 @@ impl Pmu for SimPmu {
         ty == EventType::SIM
     }
 
-    fn capacity(&self) -> PmuCapacity {
+    fn capacity(&self) -> PmuCounterCapacity {
         match self.shared.config.slots {
-            Some(n) => PmuCapacity::Counters(CounterMask::first(n).without(self.shared.config.taken())),
-            None => PmuCapacity::Unlimited,
+            Some(n) => {
+                PmuCounterCapacity::Counters(CounterMask::first(n).without(self.shared.config.taken()))
+            }
+            None => PmuCounterCapacity::Unlimited,
         }
     }
 

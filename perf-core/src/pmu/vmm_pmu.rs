@@ -15,7 +15,7 @@ use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use crate::attr::{Attr, EventType};
-use crate::pmu::{Pmu, PmuCapacity, PmuError, PmuEvent, PmuEventTarget, VcpuId};
+use crate::pmu::{Pmu, PmuCounterCapacity, PmuError, PmuEvent, PmuEventTarget, VcpuId};
 
 /// Value for the overflow point of a selector without an armed event.
 const NEVER: u64 = u64::MAX;
@@ -271,8 +271,8 @@ impl Pmu for VmmPmu {
         ty == EventType::VMM_PMU
     }
 
-    fn capacity(&self) -> PmuCapacity {
-        PmuCapacity::Unlimited
+    fn capacity(&self) -> PmuCounterCapacity {
+        PmuCounterCapacity::Unlimited
     }
 
     fn open(&self, attr: &Attr, target: PmuEventTarget) -> Result<Box<dyn PmuEvent>, PmuError> {

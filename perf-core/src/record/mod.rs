@@ -21,7 +21,7 @@ pub use cursor::DecodeError;
 pub use id::SampleId;
 pub(crate) use read::read_size_of;
 pub use read::{ReadFormatEntries, ReadFormatEntry, ReadFormatValues};
-pub use sample::{RecordWords, Sample, UserRegsAndStack};
+pub use sample::{Sample, SampleWords, UserRegsAndStack};
 pub use side::{CommRecord, LostRecord, MmapRecord, ReadRecord, SwitchRecord, TaskRecord, ThrottleRecord};
 
 /// Size of a record header, in bytes.

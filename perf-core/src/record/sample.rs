@@ -11,20 +11,20 @@ use crate::attr::{REGS_USER_LEN, SampleType};
 
 /// A list of 64-bit words in a sample, such as a call chain.
 #[derive(Clone, Copy, Debug)]
-pub enum RecordWords<'a> {
+pub enum SampleWords<'a> {
     /// Words to be encoded.
     List(&'a [u64]),
     /// Words as encoded in a record, 8 bytes each.
     Encoded(&'a [u8]),
 }
 
-impl Default for RecordWords<'_> {
+impl Default for SampleWords<'_> {
     fn default() -> Self {
         Self::List(&[])
     }
 }
 
-impl<'a> RecordWords<'a> {
+impl<'a> SampleWords<'a> {
     /// Returns the number of words.
     pub fn len(&self) -> usize {
         match self {
@@ -51,7 +51,7 @@ impl<'a> RecordWords<'a> {
     }
 }
 
-impl PartialEq for RecordWords<'_> {
+impl PartialEq for SampleWords<'_> {
     fn eq(&self, other: &Self) -> bool {
         self.iter().eq(other.iter())
     }
@@ -85,12 +85,12 @@ pub struct Sample<'a> {
     /// Counts of the event or its group at the time of the sample.
     pub read: ReadFormatValues<'a>,
     /// Call chain, innermost address first.
-    pub callchain: RecordWords<'a>,
+    pub callchain: SampleWords<'a>,
     /// Raw data of the sample. The encoder appends zeros until the data and its 4-byte size
     /// together are a multiple of 8 bytes.
     pub raw: &'a [u8],
     /// Branch stack, newest branch first, with three words per branch.
-    pub branches: RecordWords<'a>,
+    pub branches: SampleWords<'a>,
     /// User-mode registers and user stack.
     pub user: UserRegsAndStack<'a>,
 }
@@ -102,7 +102,7 @@ pub struct UserRegsAndStack<'a> {
     /// there are none because the vCPU has no user context.
     pub abi: u64,
     /// Registers of [`REGS_USER`](crate::attr::REGS_USER), in the order of that mask's bits.
-    pub registers: RecordWords<'a>,
+    pub registers: SampleWords<'a>,
     /// Stack bytes, starting at the stack pointer. The encoder requires a multiple of 8 bytes.
     pub stack: &'a [u8],
 }
@@ -337,7 +337,7 @@ impl<'a> Sample<'a> {
         }
         if fields.contains(SampleType::CALLCHAIN) {
             let len = body.u64("call chain length")?;
-            sample.callchain = RecordWords::Encoded(body.many(len, 8, "call chain")?);
+            sample.callchain = SampleWords::Encoded(body.many(len, 8, "call chain")?);
         }
         if fields.contains(SampleType::RAW) {
             let len = body.u32("raw size")?;
@@ -346,7 +346,7 @@ impl<'a> Sample<'a> {
         if fields.contains(SampleType::BRANCH_STACK) {
             let len = body.u64("branch stack length")?;
             let words = body.many(len, 8 * BRANCH_WORDS, "branch stack")?;
-            sample.branches = RecordWords::Encoded(words);
+            sample.branches = SampleWords::Encoded(words);
         }
         if fields.contains(SampleType::REGS_USER) {
             sample.user.abi = body.u64("ABI of registers")?;
@@ -355,7 +355,7 @@ impl<'a> Sample<'a> {
             } else {
                 REGS_USER_LEN as u64
             };
-            sample.user.registers = RecordWords::Encoded(body.many(count, 8, "registers")?);
+            sample.user.registers = SampleWords::Encoded(body.many(count, 8, "registers")?);
         }
         if fields.contains(SampleType::STACK_USER) {
             let len = body.u64("stack size")?;

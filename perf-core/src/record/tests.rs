@@ -59,12 +59,12 @@ fn sample<'a>(entries: &'a [ReadFormatEntry], ips: &'a [u64], raw: &'a [u8]) -> 
             time_running_ns: 14,
             entries: ReadFormatEntries::List(entries),
         },
-        callchain: RecordWords::List(ips),
+        callchain: SampleWords::List(ips),
         raw,
-        branches: RecordWords::List(&[1, 2, 3, 4, 5, 6 << 20]),
+        branches: SampleWords::List(&[1, 2, 3, 4, 5, 6 << 20]),
         user: UserRegsAndStack {
             abi: 2,
-            registers: RecordWords::List(&REGISTERS),
+            registers: SampleWords::List(&REGISTERS),
             stack: b"the stack's top.",
         },
     }

@@ -12,7 +12,7 @@ use crate::model::event::Source;
 use crate::model::keys::EventKey;
 use crate::model::software::{OpenEventCounts, SoftwareEventId};
 use crate::model::wanted::RecordDemand;
-use crate::pmu::{CounterMask, Pmu, PmuCapacity, VcpuId};
+use crate::pmu::{CounterMask, Pmu, PmuCounterCapacity, VcpuId};
 use crate::record::SampleId;
 use crate::service::config::{CoreLimits, PerfCoreConfig};
 use crate::service::error::PerfEventOpenError;
@@ -56,7 +56,7 @@ pub(crate) struct Topology {
 
 pub(crate) struct Driver {
     pub pmu: Arc<dyn Pmu>,
-    pub capacity: PmuCapacity,
+    pub capacity: PmuCounterCapacity,
 }
 
 /// The counters that an event needs, on the hardware driver that counts it.
@@ -73,10 +73,10 @@ pub(crate) struct HardwareNeeds {
 impl HardwareNeeds {
     /// Returns the requirements of an event with `attr` on driver `pmu`, or `None` for a software
     /// driver, whose events need no slot.
-    pub fn of(driver: usize, pmu: &dyn Pmu, capacity: PmuCapacity, attr: &Attr) -> Option<Self> {
+    pub fn of(driver: usize, pmu: &dyn Pmu, capacity: PmuCounterCapacity, attr: &Attr) -> Option<Self> {
         match capacity {
-            PmuCapacity::Unlimited => None,
-            PmuCapacity::Counters(counters) => Some(Self {
+            PmuCounterCapacity::Unlimited => None,
+            PmuCounterCapacity::Counters(counters) => Some(Self {
                 driver,
                 counters,
                 suitable_counters: pmu.constraint(attr) & counters,
@@ -149,8 +149,8 @@ impl CoreInner {
     pub fn min_slots(&self) -> usize {
         let drivers = self.drivers();
         let slots = |d: &Driver| match d.capacity {
-            PmuCapacity::Counters(counters) => Some(counters.len()),
-            PmuCapacity::Unlimited => None,
+            PmuCounterCapacity::Counters(counters) => Some(counters.len()),
+            PmuCounterCapacity::Unlimited => None,
         };
         drivers.iter().filter_map(slots).min().unwrap_or(0)
     }
@@ -166,7 +166,7 @@ impl CoreInner {
     }
 
     /// Returns the driver for events of type `ty`, with its index and capacity.
-    pub fn driver(&self, ty: EventType) -> Option<(usize, Arc<dyn Pmu>, PmuCapacity)> {
+    pub fn driver(&self, ty: EventType) -> Option<(usize, Arc<dyn Pmu>, PmuCounterCapacity)> {
         let drivers = self.drivers();
         let at = drivers.iter().position(|d| d.pmu.supports_type(ty))?;
         Some((at, Arc::clone(&drivers[at].pmu), drivers[at].capacity))

@@ -6,7 +6,7 @@ use std::sync::{Arc, mpsc};
 use std::thread;
 
 use perf_core::pmu::host::{HostPerfCapabilities, HostPmu, MIN_CLOCK_PERIOD_NS, ignore_sigio};
-use perf_core::pmu::{PmuCapacity, PmuError, PmuEventTarget};
+use perf_core::pmu::{PmuCounterCapacity, PmuError, PmuEventTarget};
 use perf_core::record::DecodedRecord;
 use perf_core::ring::{Ring, RingReader};
 use perf_core::*;
@@ -173,10 +173,10 @@ fn periods_of_real_samples_add_up_to_the_count() {
     work(500);
     event.set_period(7).unwrap();
     work(100);
-    event.disable(EventControlScope::Event).unwrap();
+    event.disable(EventOrGroup::Event).unwrap();
     event.set_period(90).unwrap();
     work(100);
-    event.enable(EventControlScope::Event).unwrap();
+    event.enable(EventOrGroup::Event).unwrap();
     work(200);
     vcpu.sched_out();
     event.set_period(3).unwrap();
@@ -313,7 +313,10 @@ fn count_outlives_its_thread() {
 fn hardware_events_fit_the_slots_that_were_probed() {
     let probe = HostPerfCapabilities::run();
     let pmu = HostPmu::hardware(None, &probe);
-    assert_eq!(pmu.capacity(), PmuCapacity::Counters(probe.counters.mask()));
+    assert_eq!(
+        pmu.capacity(),
+        PmuCounterCapacity::Counters(probe.counters.mask())
+    );
     if !probe.hardware_pmu {
         assert_eq!(probe.slots(), 0);
         assert!(probe.no_slots_because.is_some());

@@ -344,9 +344,9 @@ fn oversized_group_is_rejected_and_fitting_groups_count_together() {
         "{refused}"
     );
     assert_eq!(refused.errno(), libc::EINVAL);
-    leader.enable(EventControlScope::Event).unwrap();
+    leader.enable(EventOrGroup::Event).unwrap();
     burn(200 * MS);
-    leader.disable(EventControlScope::Event).unwrap();
+    leader.disable(EventOrGroup::Event).unwrap();
     let readings = leader.read_group().unwrap();
     assert_eq!(readings.len(), slots(probe));
     for reading in &readings {
@@ -372,7 +372,7 @@ fn pinned_event_without_a_slot_is_in_error_until_it_is_enabled_again() {
     assert_eq!(late.read_bytes(&mut bytes).unwrap(), 0);
     held.pop();
     assert_eq!(late.state(), EventState::Error, "it does not come back by itself");
-    late.enable(EventControlScope::Event).unwrap();
+    late.enable(EventOrGroup::Event).unwrap();
     assert_eq!(late.state(), EventState::Active);
     burn(5 * MS);
     assert!(late.read().unwrap().value > 0);
@@ -701,11 +701,11 @@ fn counters_taken_by_kernel_are_detected_and_recovered() {
     assert!(stands >= counted, "{stands} after {counted}");
     burn(10 * MS);
     assert_eq!(pinned.count().unwrap(), stands);
-    pinned.enable(EventControlScope::Event).unwrap();
+    pinned.enable(EventOrGroup::Event).unwrap();
     let cause = pinned.failure().unwrap().cause;
     assert_eq!((pinned.state(), cause), (Error, PinnedEventFailureCause::Busy));
     drop(hogs);
-    pinned.enable(EventControlScope::Event).unwrap();
+    pinned.enable(EventOrGroup::Event).unwrap();
     t.core.tick();
     assert_eq!(states(), (Active, Active));
     burn(20 * MS);

@@ -79,9 +79,9 @@ impl GroupFixture {
     fn set_enabled(&self, event: usize, on: bool) {
         let event = &self.group[event];
         let done = if on {
-            event.enable(EventControlScope::Event)
+            event.enable(EventOrGroup::Event)
         } else {
-            event.disable(EventControlScope::Event)
+            event.disable(EventOrGroup::Event)
         };
         done.unwrap();
     }
@@ -109,11 +109,11 @@ fn turn_takes_one_disable_one_read_and_one_enable() {
         let calls = calls(
             || GroupFixture::new(members),
             |scene| {
-                must(scene.group[0].disable(EventControlScope::Event).is_ok());
+                must(scene.group[0].disable(EventOrGroup::Event).is_ok());
                 for event in &scene.group {
                     must(event.read().is_ok());
                 }
-                must(scene.group[0].enable(EventControlScope::Event).is_ok());
+                must(scene.group[0].enable(EventOrGroup::Event).is_ok());
             },
         );
         assert_eq!(

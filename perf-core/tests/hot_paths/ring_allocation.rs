@@ -7,7 +7,7 @@ use perf_core::record::{
     CommRecord, EncodeRecord, LostRecord, MmapRecord, ReadFormatEntries, ReadFormatEntry, ReadFormatValues,
     RecordFormat, RecordMisc,
 };
-use perf_core::record::{DecodedRecord, RecordWords, Sample, SampleId};
+use perf_core::record::{DecodedRecord, Sample, SampleId, SampleWords};
 use perf_core::ring::{ControlPageCounter, Ring, RingFullPolicy, RingReader};
 
 use crate::allocations;
@@ -31,7 +31,7 @@ fn no_allocation_on_write_loss_wakeup_and_read() {
                 time_running_ns: 4,
                 entries: ReadFormatEntries::List(&entries),
             },
-            callchain: RecordWords::List(&[1, 2, 3]),
+            callchain: SampleWords::List(&[1, 2, 3]),
             raw: b"payload",
             ..Sample::default()
         };

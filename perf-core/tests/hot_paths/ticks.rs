@@ -53,8 +53,8 @@ fn tick_read_overflow_and_raise_do_not_allocate() {
             wide.read().unwrap();
             v.sched_out();
             v.sched_in();
-            counter.disable(EventControlScope::Event).unwrap();
-            counter.enable(EventControlScope::Event).unwrap();
+            counter.disable(EventOrGroup::Event).unwrap();
+            counter.enable(EventOrGroup::Event).unwrap();
         }
     });
     assert!(served > 0);

@@ -69,7 +69,7 @@ fn event_is_off_if_restart_fails_around_throttling() {
         assert_eq!((r.value, r.time_running_ns), (counted, counted), "{case}");
         refuse(&m, false);
         if pinned {
-            e.enable(EventControlScope::Event).unwrap();
+            e.enable(EventOrGroup::Event).unwrap();
         } else {
             assert!(m.core.needs_tick(), "who would put it on again? {case}");
             m.core.tick();
@@ -92,7 +92,7 @@ fn refused_software_group_is_retried() {
     assert!(events.iter().all(|e| e.state() == EventState::Inactive));
     assert!(m.core.needs_tick());
     drop(closed);
-    events[3].disable(EventControlScope::Event).unwrap();
+    events[3].disable(EventOrGroup::Event).unwrap();
     refuse(&m, false);
     for _ in 0..3 {
         m.core.tick();

@@ -191,7 +191,7 @@ fn enable_on_exec_enables_once_and_siblings_too() {
     assert_eq!(sibling.state(), EventState::Active);
     m.run(0, 3);
     assert_eq!(wide.read().unwrap().value, 3);
-    sibling.disable(EventControlScope::Event).unwrap();
+    sibling.disable(EventOrGroup::Event).unwrap();
     v.exec();
     assert_eq!(sibling.state(), EventState::Off, "once");
     assert_eq!(
@@ -215,7 +215,7 @@ fn machine_reset_affects_present_and_future_vcpus() {
     m.run(0, 3);
     m.run(1, 4);
     assert_eq!(wide.read().unwrap().value, 7);
-    wide.disable(EventControlScope::Event).unwrap();
+    wide.disable(EventOrGroup::Event).unwrap();
     m.core.vm_reset();
     assert_eq!(wide.state(), EventState::Off, "once");
 }

@@ -23,7 +23,7 @@ fn reset_family_keeps_times_of_exited_children() {
     let e = m.open_vm(wide());
     m.run(0, 1000);
     m.core.remove_vcpu(VcpuId(1)).unwrap();
-    e.reset(EventControlScope::Event).unwrap();
+    e.reset(EventOrGroup::Event).unwrap();
     m.run(0, 500);
     let whole = e.read().unwrap();
     assert_eq!((whole.value, whole.time_enabled_ns), (500, 2500));
@@ -33,7 +33,7 @@ fn reset_family_keeps_times_of_exited_children() {
     assert_eq!(sum(|r| r.time_enabled_ns), whole.time_enabled_ns);
     assert_eq!(sum(|r| r.time_running_ns), whole.time_running_ns);
     m.core.remove_vcpu(VcpuId(0)).unwrap();
-    e.reset(EventControlScope::Event).unwrap();
+    e.reset(EventOrGroup::Event).unwrap();
     assert_eq!(e.read().unwrap().estimate(), Some(0));
     let estimate = e.estimate().unwrap().unwrap();
     assert_eq!((estimate.value, estimate.exact), (0, true));
@@ -118,7 +118,7 @@ fn groups_are_inherited_whole_and_read_as_sums() {
         .collect();
     assert_eq!(r, [(leader.id(), 17), (twice.id(), 34)]);
     m.core.remove_vcpu(VcpuId(0)).unwrap();
-    leader.disable(EventControlScope::Group).unwrap();
+    leader.disable(EventOrGroup::Group).unwrap();
     m.run(1, 1000);
     let r = leader.read_group().unwrap();
     assert_eq!((r[0].value, r[1].value), (17, 34));
@@ -149,8 +149,8 @@ fn p41_a_handle_outlives_its_vcpu_and_keeps_the_last_value() {
     let last = e.read().unwrap();
     assert_eq!((last.value, last.time_running_ns), (12, 12));
     m.run(0, 5);
-    e.disable(EventControlScope::Event).unwrap();
-    e.enable(EventControlScope::Event).unwrap();
+    e.disable(EventOrGroup::Event).unwrap();
+    e.enable(EventOrGroup::Event).unwrap();
     v.sched_in();
     m.run(0, 5);
     assert_eq!(e.read().unwrap(), last, "nothing goes on on a vCPU that is gone");
@@ -178,7 +178,7 @@ fn p40_a_package_count_is_returned_unmodified_and_never_multiplied() {
     assert_eq!(fresh.count_age_ns().unwrap(), None);
     m.vcpu(3);
     m.run(0, 50);
-    e.reset(EventControlScope::Event).unwrap();
+    e.reset(EventOrGroup::Event).unwrap();
     assert_eq!(e.read().unwrap().value, 1234);
     m.core.remove_vcpu(VcpuId(0)).unwrap();
     assert_eq!(e.read().unwrap().value, 1234);

@@ -297,9 +297,9 @@ fn group_and_ioctl_errors_match_kernel() {
             "refresh of {attr:?}"
         );
         for (call, result) in [
-            (ENABLE, handle.enable(EventControlScope::Event)),
-            (DISABLE, handle.disable(EventControlScope::Event)),
-            (RESET, handle.reset(EventControlScope::Event)),
+            (ENABLE, handle.enable(EventOrGroup::Event)),
+            (DISABLE, handle.disable(EventOrGroup::Event)),
+            (RESET, handle.reset(EventOrGroup::Event)),
         ] {
             assert_eq!(errno(result), no(ioctl(&kernel, call, 0)));
         }
@@ -433,11 +433,11 @@ proptest! {
         };
         for (fd, handle) in kernel.iter().zip(&handles) {
             ioctl(fd, RESET, 0).unwrap();
-            handle.reset(EventControlScope::Event).unwrap();
+            handle.reset(EventOrGroup::Event).unwrap();
         }
         let mut last = read(&kernel, &handles);
         for op in ops {
-            let scope = |group| if group { (GROUP, EventControlScope::Group) } else { (0, EventControlScope::Event) };
+            let scope = |group| if group { (GROUP, EventOrGroup::Group) } else { (0, EventOrGroup::Event) };
             match op {
                 Op::Enable(i, group) if i < kernel.len() => {
                     ioctl(&kernel[i], ENABLE, scope(group).0).unwrap();

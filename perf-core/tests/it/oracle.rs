@@ -53,8 +53,8 @@ enum Step {
         leader: Option<usize>,
     },
     Close(usize),
-    Enable(usize, EventControlScope),
-    Disable(usize, EventControlScope),
+    Enable(usize, EventOrGroup),
+    Disable(usize, EventOrGroup),
     Reset(usize),
     Refresh(usize, u32),
     SetPeriod(usize, u64),
@@ -121,7 +121,7 @@ fn spec() -> impl Strategy<Value = OracleSpec> {
 fn step() -> impl Strategy<Value = Step> {
     let vcpu = || 0..VCPUS;
     let n = || 0..EVENTS;
-    let scope = || prop_oneof![Just(EventControlScope::Event), Just(EventControlScope::Group)];
+    let scope = || prop_oneof![Just(EventOrGroup::Event), Just(EventOrGroup::Group)];
     prop_oneof![
         8 => (vcpu(), 1..900u64).prop_map(|(vcpu, ns)| Step::Run { vcpu, ns }),
         3 => vcpu().prop_map(Step::In),
@@ -367,7 +367,7 @@ impl CoreAndModel {
         let event = &self.model.events[&name];
         let (samples, inherits) = (event.spec.period > 0, event.spec.inherit || event.family);
         let group: Vec<u64> = match *step {
-            Step::Enable(_, EventControlScope::Group) | Step::Disable(_, EventControlScope::Group) => {
+            Step::Enable(_, EventOrGroup::Group) | Step::Disable(_, EventOrGroup::Group) => {
                 let leader = event.leader;
                 let members = self.model.events.iter().filter(|(_, e)| e.leader == leader);
                 members.map(|(name, _)| *name).collect()
@@ -394,7 +394,7 @@ impl CoreAndModel {
             }
             Step::Reset(_) => {
                 self.model.reset(name);
-                handle.reset(EventControlScope::Event)
+                handle.reset(EventOrGroup::Event)
             }
             Step::Refresh(_, times) => {
                 let done = handle.refresh(times);

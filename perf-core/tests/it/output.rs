@@ -162,7 +162,7 @@ fn p39_exit_comes_after_the_last_sample_and_reads_follow_it() {
     assert_eq!(kinds(&seen), expected, "{seen:?}");
     assert_eq!(seen[3], "comm 1000 a name that is ");
     assert_eq!(seen[6], "read 1000 [7]");
-    e.disable(EventControlScope::Event).unwrap();
+    e.disable(EventOrGroup::Event).unwrap();
     m.vcpu(1);
     assert_eq!(records(&ring, &attr).len(), 0, "a disabled event gets none");
 }
@@ -399,7 +399,7 @@ fn ring_of_the_control_page_alone_shows_count_and_times() {
         time_running_ns: 42,
     };
     assert_eq!(counter(), expected);
-    e.reset(EventControlScope::Event).unwrap();
+    e.reset(EventOrGroup::Event).unwrap();
     assert_eq!(counter().offset, 0);
 }
 

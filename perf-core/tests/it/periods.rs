@@ -117,7 +117,7 @@ fn bursts_samples_are_written_together_in_their_places_before_a_throttle_and_an_
     // limit (9).
     assert_eq!(types, [9, 5, 9]);
     m.core.tick();
-    e.disable(EventControlScope::Event).unwrap();
+    e.disable(EventOrGroup::Event).unwrap();
     samples(&ring);
     e.refresh(20).unwrap();
     ring.take_poll();
@@ -179,7 +179,7 @@ proptest! {
                 Step::Serve => serve(),
                 Step::Period(p) => e.set_period(p.min(sample_rate)).unwrap(),
                 Step::OutAndIn => { v.sched_out(); v.sched_in(); }
-                Step::OffAndOn => { e.disable(EventControlScope::Event).unwrap(); e.enable(EventControlScope::Event).unwrap(); }
+                Step::OffAndOn => { e.disable(EventOrGroup::Event).unwrap(); e.enable(EventOrGroup::Event).unwrap(); }
                 Step::Tick => m.core.tick(),
             }
             stood_for += periods(&ring).iter().sum::<u64>();

@@ -37,7 +37,7 @@ fn event_opened_with_the_output_flag_has_a_sample_for_each_count() {
         let mut met = 0;
         while met < 300 {
             let e = m.open_redirected(attr.clone(), &target).unwrap();
-            e.disable(EventControlScope::Event).unwrap();
+            e.disable(EventOrGroup::Event).unwrap();
             let count = e.read().unwrap().value;
             let (mut samples, mut lost) = (0, 0);
             for_each_record(&mut reader, &attr, |record| match record {

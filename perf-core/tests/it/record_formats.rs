@@ -94,13 +94,13 @@ fn reader_of_perf_files_finds_event_vcpu_and_time_of_every_record() {
         overflow(&m, &v1, 5);
     }
     m.core.tick();
-    event_a.disable(EventControlScope::Event).unwrap();
+    event_a.disable(EventOrGroup::Event).unwrap();
     overflow(&m, &v0, 1000);
     event_b.pause_output(true).unwrap();
     overflow(&m, &v0, 1000);
     event_b.pause_output(false).unwrap();
     overflow(&m, &v0, 1000);
-    event_a.enable(EventControlScope::Event).unwrap();
+    event_a.enable(EventOrGroup::Event).unwrap();
     m.clock.advance(1);
     m.core.remove_vcpu(VcpuId(1)).unwrap();
 
@@ -190,7 +190,7 @@ fn lost_count_is_reported_per_event() {
     assert_eq!(words(&sibling), [1000, sibling.id(), b]);
     while reader.next_record().unwrap().is_some() {}
     for event in [&leader, &sibling] {
-        event.reset(EventControlScope::Event).unwrap();
+        event.reset(EventOrGroup::Event).unwrap();
     }
     overflow(&m, &v, 10);
     let (mut lost, mut members) = (0, Vec::new());

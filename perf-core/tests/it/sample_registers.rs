@@ -96,7 +96,7 @@ fn context_lock_is_free_during_stack_unwinding() {
             while asked.recv().is_ok() {
                 for event in events {
                     event.read().unwrap();
-                    event.enable(EventControlScope::Event).unwrap();
+                    event.enable(EventOrGroup::Event).unwrap();
                 }
                 core.tick();
                 answer.send(()).unwrap();
@@ -166,7 +166,7 @@ fn event_changes_during_register_reads_take_effect() {
         m.run(0, 10);
         let mut during = || match what {
             "close" => event.close(),
-            "disable" => event.disable(EventControlScope::Event).unwrap(),
+            "disable" => event.disable(EventOrGroup::Event).unwrap(),
             _ => drop(m.core.remove_vcpu(VcpuId(0))),
         };
         let served = v.service_overflows(&mut SlowRegs::new(&mut during), &mut |_| {});

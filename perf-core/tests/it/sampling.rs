@@ -185,7 +185,7 @@ fn p38_no_overflow_reported_without_active_event() {
     m.run(0, 10);
     assert_eq!(served(), 1);
     assert_eq!(served(), 0, "a second signal for the same overflow is not ours");
-    c.disable(EventControlScope::Event).unwrap();
+    c.disable(EventOrGroup::Event).unwrap();
     m.run(0, 100);
     assert_eq!(v.stats().active, 0);
     assert_eq!(
@@ -357,7 +357,7 @@ fn p26_a_fixed_period_needs_ticks_and_a_guests_counter_does_not() {
     );
     m.core.tick();
     assert_eq!(m.core.tick_need(), PendingTickWork::Watch);
-    operators.disable(EventControlScope::Event).unwrap();
+    operators.disable(EventOrGroup::Event).unwrap();
     assert!(!m.core.needs_tick());
     let _follows = m.open_vcpu(sim(100).with_freq(), None);
     assert_eq!(m.core.tick_need(), PendingTickWork::Work);

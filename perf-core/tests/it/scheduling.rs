@@ -73,7 +73,7 @@ fn pinned_event_without_a_slot_is_in_error_until_enabled() {
     assert_eq!(second.read_bytes(&mut [0; 64]).unwrap(), 0, "end of file");
     drop(first);
     assert_eq!(second.state(), EventState::Error, "it does not heal by itself");
-    second.enable(EventControlScope::Event).unwrap();
+    second.enable(EventOrGroup::Event).unwrap();
     assert_eq!(second.state(), EventState::Active);
 }
 
@@ -173,16 +173,16 @@ fn p12_leader_schedules_its_group() {
     use EventState::{Active, Inactive, Off};
     let states = || [leader.state(), on.state(), off.state()];
     assert_eq!(states(), [Active, Active, Off]);
-    leader.disable(EventControlScope::Event).unwrap();
+    leader.disable(EventOrGroup::Event).unwrap();
     assert_eq!(states(), [Off, Inactive, Off]);
     m.run(0, 50);
     let enabled_ns = on.read().unwrap().time_enabled_ns;
     assert_eq!(enabled_ns, 0, "time stands still under a leader that is off");
-    leader.enable(EventControlScope::Event).unwrap();
+    leader.enable(EventOrGroup::Event).unwrap();
     assert_eq!(states(), [Active, Active, Off]);
-    leader.disable(EventControlScope::Group).unwrap();
+    leader.disable(EventOrGroup::Group).unwrap();
     assert_eq!(states(), [Off; 3]);
-    off.enable(EventControlScope::Group).unwrap();
+    off.enable(EventOrGroup::Group).unwrap();
     assert_eq!(states(), [Active; 3]);
 }
 
@@ -354,7 +354,7 @@ fn estimate_follows_rate_and_reports_exactness() {
     m.run(0, 10);
     let e = alone.estimate().unwrap().unwrap();
     assert_eq!((e.value, e.exact, e.standard_error), (10, true, Some(0.0)));
-    alone.reset(EventControlScope::Event).unwrap();
+    alone.reset(EventOrGroup::Event).unwrap();
     let _other = m.open_vcpu(hw(), None);
     for _ in 0..100 {
         m.run(0, 10);
@@ -419,7 +419,7 @@ fn unschedulable_groups_do_not_block_others() {
     assert_eq!(alone.read().unwrap().estimate(), None);
     assert_eq!(v.stats().waiting_groups, 20 + 1 + 2);
     // Makes the groups fit: disables one of their members, and closes the pinned event.
-    hopeless[7].1.disable(EventControlScope::Event).unwrap();
+    hopeless[7].1.disable(EventOrGroup::Event).unwrap();
     p.close();
     turns(200);
     assert!(hopeless.iter().all(|(leader, _)| counted(leader) > 0));

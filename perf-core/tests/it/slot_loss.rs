@@ -88,13 +88,13 @@ fn pinned_event_enters_error_state_when_its_slot_is_taken_and_recovers_when_enab
         (lost.count().unwrap(), kept.count().unwrap()),
         (1000, 1000 + WHILE_NS)
     );
-    lost.enable(EventControlScope::Event).unwrap();
+    lost.enable(EventOrGroup::Event).unwrap();
     let failure = lost.failure().unwrap();
     // The event cannot be started, because its slot is still taken.
     assert_eq!(failure.cause, PinnedEventFailureCause::Busy);
     assert_eq!(failure.since_ns, rig.vcpu.time_ns());
     rig.pmu.take_slots(0);
-    lost.enable(EventControlScope::Event).unwrap();
+    lost.enable(EventOrGroup::Event).unwrap();
     assert_eq!((lost.state(), lost.failure()), (EventState::Active, None));
     rig.run(10);
     assert_eq!(lost.count().unwrap(), 1010);
@@ -119,7 +119,7 @@ fn running_time_ends_when_slot_is_lost() {
     assert_eq!(event.failure().unwrap().since_ns, 1000);
     // The reported time of loss is limited to the time at which the event was started.
     rig.pmu.take_slots(0);
-    event.enable(EventControlScope::Event).unwrap();
+    event.enable(EventOrGroup::Event).unwrap();
     rig.run(100);
     rig.pmu.take_slots(1);
     let reading = event.read().unwrap();

@@ -78,7 +78,7 @@ fn concurrent_calls_from_all_threads() {
                         handles.push(handle);
                     }
                     if let Some(handle) = handles.get(rng.usize(0..8)) {
-                        let scope = [EventControlScope::Event, EventControlScope::Group][rng.usize(0..2)];
+                        let scope = [EventOrGroup::Event, EventOrGroup::Group][rng.usize(0..2)];
                         match rng.u32(0..7) {
                             0 => handle.disable(scope).unwrap(),
                             1 => handle.enable(scope).unwrap(),

@@ -147,7 +147,7 @@ impl KernelEventTable {
 
 /// Result of hiding events in one table.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct HiddenTableEvents {
+pub struct HiddenKernelEvents {
     /// Link-time address of the event table.
     pub virt: u64,
     /// Events that were removed from the table.
@@ -270,7 +270,7 @@ pub fn hide(
     tables: &[KernelEventTable],
     vendor: Vendor,
     mut can_count: impl FnMut(KernelTableEvent, u64) -> bool,
-) -> Vec<HiddenTableEvents> {
+) -> Vec<HiddenKernelEvents> {
     // Compares all tables with the kernel file first, because hiding an event changes a table.
     let known: Vec<bool> = tables
         .iter()
@@ -282,7 +282,7 @@ pub fn hide(
         .zip(known)
         .filter(|(table, known)| *known && table.vendor == vendor)
     {
-        let mut result = HiddenTableEvents {
+        let mut result = HiddenKernelEvents {
             virt: table.virt,
             hidden: Vec::new(),
             left: 0,

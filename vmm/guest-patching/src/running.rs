@@ -15,7 +15,7 @@ use perf_core::{error_line, guest_log};
 use snapshot::state::{SavedGuestKernel, SavedRunningKernel, SavedText};
 use vm_memory::{Address, Bytes, GuestAddress, GuestMemoryBackend, GuestMemoryMmap, VolatileMemory};
 
-use crate::event_tables::HiddenTableEvents;
+use crate::event_tables::HiddenKernelEvents;
 use crate::finder::{InstructionBitness, KernelTextRange, RDPMC, RdpmcSite, TRAP, find};
 use crate::sites::RdpmcSites;
 use crate::uncounted::{self, UncountableEventSet};
@@ -89,7 +89,7 @@ enum PatchSearchError {
 
 /// Result of patching a kernel: hidden table events and replaced RDPMC instructions.
 struct KernelChanges {
-    hidden: Vec<HiddenTableEvents>,
+    hidden: Vec<HiddenKernelEvents>,
     rdpmc: Result<Vec<RdpmcSite>, PatchSearchError>,
 }
 

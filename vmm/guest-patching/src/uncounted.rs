@@ -7,7 +7,7 @@ use perf_core::guest_log;
 use vm_memory::GuestMemoryMmap;
 use vpmu::Vendor;
 
-use crate::event_tables::{self, HiddenTableEvents, KernelEventTable, KernelTableEvent};
+use crate::event_tables::{self, HiddenKernelEvents, KernelEventTable, KernelTableEvent};
 use crate::topdown_events::{self, TopdownList};
 
 /// Determines which events in a guest kernel's tables can be counted on this host for this guest.
@@ -43,7 +43,7 @@ impl UncountableEventSet {
     }
 
     /// Removes uncountable events from `tables`, if hiding is enabled.
-    pub fn hide(&self, memory: &GuestMemoryMmap, tables: &[KernelEventTable]) -> Vec<HiddenTableEvents> {
+    pub fn hide(&self, memory: &GuestMemoryMmap, tables: &[KernelEventTable]) -> Vec<HiddenKernelEvents> {
         if !self.hides {
             return Vec::new();
         }
@@ -69,7 +69,7 @@ impl UncountableEventSet {
         start: u64,
         bytes: &[u8],
         physical: impl FnMut(u64) -> Option<u64>,
-    ) -> Vec<HiddenTableEvents> {
+    ) -> Vec<HiddenKernelEvents> {
         if !self.hides {
             return Vec::new();
         }
@@ -78,7 +78,7 @@ impl UncountableEventSet {
 
     /// Logs which default events of `perf stat` the guest cannot count, and from which tables
     /// events were removed.
-    pub fn log(&self, hidden: &[HiddenTableEvents]) {
+    pub fn log(&self, hidden: &[HiddenKernelEvents]) {
         log_hidden(hidden);
         let missing = self.countable.missing_events();
         if !missing.is_empty() {
@@ -100,7 +100,7 @@ impl UncountableEventSet {
 }
 
 /// Logs the events that were removed from each event table.
-pub fn log_hidden(hidden: &[HiddenTableEvents]) {
+pub fn log_hidden(hidden: &[HiddenKernelEvents]) {
     for table in hidden {
         guest_log!(
             Info,

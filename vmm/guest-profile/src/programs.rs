@@ -209,14 +209,14 @@ impl ProgramSymbols {
 
 /// Source from which files of the guest are read.
 #[derive(Debug)]
-pub enum GuestFileSource {
+pub enum GuestFilesystemSource {
     /// Directory on the host in which the guest's files are mounted or unpacked.
     Directory(PathBuf),
     /// A disk of the guest, whose files are read without mounting it.
     Disk(GuestDisk),
 }
 
-impl GuestFileSource {
+impl GuestFilesystemSource {
     /// Reads the guest's file `guest_path` of at most `most` bytes.
     ///
     /// # Errors
@@ -271,7 +271,7 @@ impl GuestFileSource {
 
 /// Symbolizes user addresses with the guest's files, and caches the parsed files.
 pub struct GuestSymbols {
-    files: GuestFileSource,
+    files: GuestFilesystemSource,
     jit: HashMap<u32, JitMap>,
     objects: HashMap<String, Option<ProgramSymbols>>,
     /// Remaining memory for the functions of files that are still to be parsed, in bytes.
@@ -282,11 +282,11 @@ pub struct GuestSymbols {
 impl GuestSymbols {
     /// Creates a symbolizer for the files below `root`, which corresponds to the guest's `/`.
     pub fn new(root: impl Into<PathBuf>) -> Self {
-        Self::of(GuestFileSource::Directory(root.into()))
+        Self::of(GuestFilesystemSource::Directory(root.into()))
     }
 
     /// Creates a symbolizer that reads the guest's files from `files`.
-    pub fn of(files: GuestFileSource) -> Self {
+    pub fn of(files: GuestFilesystemSource) -> Self {
         Self {
             files,
             jit: HashMap::new(),
@@ -349,7 +349,7 @@ impl GuestSymbols {
     }
 
     /// Returns the source from which the guest's files are read.
-    pub fn files(&mut self) -> &mut GuestFileSource {
+    pub fn files(&mut self) -> &mut GuestFilesystemSource {
         &mut self.files
     }
 
@@ -506,7 +506,7 @@ mod tests {
         ] {
             std::os::unix::fs::symlink(target, root.join(link)).unwrap();
         }
-        let mut files = GuestFileSource::Directory(root);
+        let mut files = GuestFilesystemSource::Directory(root);
         let mut read = |path: &str| {
             files
                 .read(path, 100)
@@ -558,7 +558,7 @@ mod tests {
                     }
                 });
             }
-            let mut files = GuestFileSource::Directory(root.clone());
+            let mut files = GuestFilesystemSource::Directory(root.clone());
             let mut inside = 0;
             let mut reads = 0;
             // Set if a read returned a file outside the mount, which must never happen.
@@ -605,7 +605,7 @@ mod tests {
         let made = std::process::Command::new("mkfifo").arg(&fifo).status();
         assert!(made.is_ok_and(|status| status.success()));
         std::fs::write(dir.path().join("file"), "1234").unwrap();
-        let mut files = GuestFileSource::Directory(dir.path().to_owned());
+        let mut files = GuestFilesystemSource::Directory(dir.path().to_owned());
         assert!(matches!(
             files.read("/fifo", 100),
             Err(GuestFileError::Read { .. })

@@ -8,8 +8,8 @@ use perf_core::pmu::MEDIATED_NEIGHBOUR;
 use perf_core::pmu::host::HostPerfCapabilities;
 use serde::{Serialize, Serializer};
 use vpmu::{
-    ArchEvent, CounterBacking, CounterBackingPolicy, CounterNumbers, HostPmuProperties, PmuModel,
-    PmuModelError, PmuModelName, Vendor,
+    ArchEvent, CounterBacking, CounterBackingPolicy, HostPmuProperties, PmuModel, PmuModelError,
+    PmuModelName, RequestedCounters, Vendor,
 };
 
 use crate::cli::CheckArgs;
@@ -173,7 +173,7 @@ impl HostReport {
             .filter(|_| perf.slots() > 0)
             .map(|kvm| rotation_cost::probe(kvm, &perf));
         let kvm = opened.and_then(|kvm| execution::facts(&kvm));
-        let resolve = |name, numbers: Option<CounterNumbers>| {
+        let resolve = |name, numbers: Option<RequestedCounters>| {
             let model = PmuModel::resolve(name, numbers, None, &mut cpuid::read_host)?;
             Ok::<_, PmuModelError>(fit(
                 model,
@@ -189,7 +189,7 @@ impl HostReport {
         let asked = is_asked
             .then(|| resolve(args.pmu, args.pmu_counters))
             .transpose()?;
-        let of_own = |name, numbers: Option<CounterNumbers>| {
+        let of_own = |name, numbers: Option<RequestedCounters>| {
             let own = own_pmu.as_ref().ok()?;
             let fitted = own.model(name, numbers, None).map(|model| {
                 fit(

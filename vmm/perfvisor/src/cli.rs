@@ -25,7 +25,7 @@ use mmds::config::MmdsConfig;
 use operator::commands::one_line;
 use operator::exporter::ExporterArgs;
 use perf_core::SharePolicy;
-use vpmu::{CounterBackingPolicy, CounterNumbers, PmiShare, PmuModelName};
+use vpmu::{CounterBackingPolicy, PmiShare, PmuModelName, RequestedCounters};
 
 use crate::commands::generate::{EXAMPLES, GenerateArgs};
 use crate::commands::validate::ValidateArgs;
@@ -254,7 +254,7 @@ pub struct CheckArgs {
     pub pmu: PmuModelName,
     /// Also show what perfvisor run provides with these numbers of counters (--pmu-counters).
     #[arg(long, value_name = "GP[+FIXED]")]
-    pub pmu_counters: Option<CounterNumbers>,
+    pub pmu_counters: Option<RequestedCounters>,
 }
 
 /// `perfvisor run`.
@@ -376,7 +376,7 @@ pub struct RunArgs {
     /// Set the number of general-purpose counters, or of general-purpose and fixed counters, for
     /// example 4+3 [default: those of the model]
     #[arg(long, value_name = "GP[+FIXED]", help_heading = "PMU of the guest")]
-    pub pmu_counters: Option<CounterNumbers>,
+    pub pmu_counters: Option<RequestedCounters>,
     /// Set the counter width in bits, 32 to 48 (Intel models) [default: that of the model]
     #[arg(long, value_name = "BITS", value_parser = parse_width, help_heading = "PMU of the guest")]
     pub pmu_width: Option<u8>,

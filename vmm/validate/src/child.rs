@@ -45,7 +45,7 @@ pub(crate) const SHARE_POLICIES: [SharePolicy; 3] = [
 
 /// Error returned when a VM cannot be measured.
 #[derive(Debug, thiserror::Error)]
-pub enum MeasurementError {
+pub enum VmMeasurementError {
     /// Starting the VM or writing to it failed.
     #[error("{0}")]
     Io(&'static str, #[source] std::io::Error),
@@ -110,8 +110,8 @@ impl ChildVm {
     /// Starts `perfvisor run` with `arguments` and a unique VM name.
     ///
     /// # Errors
-    /// Returns [`MeasurementError::Io`] if the program cannot be started.
-    pub fn start(arguments: &[String], signals: &StopRequestedCheck) -> Result<Self, MeasurementError> {
+    /// Returns [`VmMeasurementError::Io`] if the program cannot be started.
+    pub fn start(arguments: &[String], signals: &StopRequestedCheck) -> Result<Self, VmMeasurementError> {
         let program = std::env::current_exe().unwrap_or_else(|_| PathBuf::from("/proc/self/exe"));
         Self::start_with(Command::new(program), arguments, signals)
     }
@@ -121,7 +121,7 @@ impl ChildVm {
         mut program: Command,
         arguments: &[String],
         signals: &StopRequestedCheck,
-    ) -> Result<Self, MeasurementError> {
+    ) -> Result<Self, VmMeasurementError> {
         static STARTED: AtomicU32 = AtomicU32::new(0);
         let nth = STARTED.fetch_add(1, Ordering::Relaxed);
         let name = format!("validate-{}-{nth}", std::process::id());
@@ -133,9 +133,9 @@ impl ChildVm {
             .stdout(Stdio::piped())
             .stderr(Stdio::piped())
             .spawn()
-            .map_err(|e| MeasurementError::Io("starting perfvisor run", e))?;
+            .map_err(|e| VmMeasurementError::Io("starting perfvisor run", e))?;
         let missing =
-            || MeasurementError::Io("starting perfvisor run", std::io::ErrorKind::BrokenPipe.into());
+            || VmMeasurementError::Io("starting perfvisor run", std::io::ErrorKind::BrokenPipe.into());
         let stdin = child.stdin.take().ok_or_else(missing)?;
         let stdout = child.stdout.take().ok_or_else(missing)?;
         let stderr = child.stderr.take().ok_or_else(missing)?;
@@ -146,7 +146,7 @@ impl ChildVm {
             thread::Builder::new()
                 .name(name.into())
                 .spawn(work)
-                .map_err(|e| MeasurementError::Io("starting a thread", e))
+                .map_err(|e| VmMeasurementError::Io("starting a thread", e))
         };
         let mut vm = Self {
             child,
@@ -171,18 +171,18 @@ impl ChildVm {
     /// Reads console lines until `wanted` returns a value.
     ///
     /// # Errors
-    /// Returns [`MeasurementError::Ended`] if the VM exits and [`MeasurementError::Silent`] after
-    /// the time limit.
+    /// Returns [`VmMeasurementError::Ended`] if the VM exits and [`VmMeasurementError::Silent`]
+    /// after the time limit.
     pub fn wait_for<T>(
         &mut self,
         limit: Duration,
         what: &str,
         mut wanted: impl FnMut(&str) -> Option<T>,
-    ) -> Result<T, MeasurementError> {
+    ) -> Result<T, VmMeasurementError> {
         let until = Instant::now() + limit;
         loop {
             if (self.signals)() {
-                return Err(MeasurementError::Interrupted);
+                return Err(VmMeasurementError::Interrupted);
             }
             let left = until.saturating_duration_since(Instant::now());
             match self.lines.recv_timeout(left.min(SIGNAL_CHECK_INTERVAL)) {
@@ -198,7 +198,7 @@ impl ChildVm {
                 }
                 Err(RecvTimeoutError::Timeout) if left > SIGNAL_CHECK_INTERVAL => {}
                 Err(RecvTimeoutError::Timeout) => {
-                    return Err(MeasurementError::Silent(limit.as_secs(), what.to_owned()));
+                    return Err(VmMeasurementError::Silent(limit.as_secs(), what.to_owned()));
                 }
                 Err(RecvTimeoutError::Disconnected) => return Err(self.ended(what)),
             }
@@ -206,14 +206,14 @@ impl ChildVm {
     }
 
     /// Returns the error for a VM whose console is closed.
-    fn ended(&mut self, doing: &str) -> MeasurementError {
+    fn ended(&mut self, doing: &str) -> VmMeasurementError {
         let status = self.wait(END_TIMEOUT).unwrap_or(-1);
         // Ctrl-C is sent to the VM too, which may exit before this process handles the signal.
         if (self.signals)() {
-            return MeasurementError::Interrupted;
+            return VmMeasurementError::Interrupted;
         }
         let messages = self.messages.lock().unwrap_or_else(PoisonError::into_inner);
-        MeasurementError::Ended {
+        VmMeasurementError::Ended {
             status,
             doing: doing.to_owned(),
             messages: messages.iter().cloned().collect(),
@@ -224,38 +224,38 @@ impl ChildVm {
     /// Instructs the guest to end, and waits until the VM has exited with status 0.
     ///
     /// # Errors
-    /// Returns [`MeasurementError::Ended`] for any other status.
-    pub fn end(mut self, limit: Duration) -> Result<(), MeasurementError> {
+    /// Returns [`VmMeasurementError::Ended`] for any other status.
+    pub fn end(mut self, limit: Duration) -> Result<(), VmMeasurementError> {
         let doing = "it was told to end";
         self.type_line("end")?;
         match self.wait(limit) {
             Some(0) => Ok(()),
             Some(_) => Err(self.ended(doing)),
-            None => Err(MeasurementError::Silent(limit.as_secs(), doing.into())),
+            None => Err(VmMeasurementError::Silent(limit.as_secs(), doing.into())),
         }
     }
 
     /// Types a line on the guest's console.
     ///
     /// # Errors
-    /// Returns [`MeasurementError::Ended`] if the VM has exited and [`MeasurementError::Io`] if the
-    /// write fails.
-    pub fn type_line(&mut self, line: &str) -> Result<(), MeasurementError> {
+    /// Returns [`VmMeasurementError::Ended`] if the VM has exited and [`VmMeasurementError::Io`] if
+    /// the write fails.
+    pub fn type_line(&mut self, line: &str) -> Result<(), VmMeasurementError> {
         let sent = self
             .stdin
             .write_all(format!("{line}\n").as_bytes())
             .and_then(|()| self.stdin.flush());
         match sent {
             Err(e) if e.kind() == std::io::ErrorKind::BrokenPipe => Err(self.ended("it was typed to")),
-            other => other.map_err(|e| MeasurementError::Io("writing to the guest's console", e)),
+            other => other.map_err(|e| VmMeasurementError::Io("writing to the guest's console", e)),
         }
     }
 
     /// Returns the connection to the VM's control socket, and connects at first use.
     ///
     /// # Errors
-    /// Returns [`MeasurementError::Client`] if the connection fails.
-    pub fn client(&mut self) -> Result<&mut Client, MeasurementError> {
+    /// Returns [`VmMeasurementError::Client`] if the connection fails.
+    pub fn client(&mut self) -> Result<&mut Client, VmMeasurementError> {
         if self.client.is_none() {
             self.client = Some(self.connect()?);
         }
@@ -268,16 +268,16 @@ impl ChildVm {
     /// Sets the sharing policy of the VM.
     ///
     /// # Errors
-    /// Returns [`MeasurementError::Client`] if the request fails.
-    pub fn share(&mut self, policy: SharePolicy) -> Result<(), MeasurementError> {
+    /// Returns [`VmMeasurementError::Client`] if the request fails.
+    pub fn share(&mut self, policy: SharePolicy) -> Result<(), VmMeasurementError> {
         Ok(self.client()?.call(request::Share { policy })?)
     }
 
     /// Opens another connection to the VM's control socket.
     ///
     /// # Errors
-    /// Returns [`MeasurementError::Client`] if the connection fails.
-    pub fn connect(&mut self) -> Result<Client, MeasurementError> {
+    /// Returns [`VmMeasurementError::Client`] if the connection fails.
+    pub fn connect(&mut self) -> Result<Client, VmMeasurementError> {
         let until = Instant::now() + SOCKET_TIMEOUT;
         loop {
             match Client::connect(Some(&self.name)) {
@@ -292,15 +292,15 @@ impl ChildVm {
     /// Returns the host kernel's accounting data for each vCPU thread.
     ///
     /// # Errors
-    /// Returns [`MeasurementError::Io`] if the kernel does not provide the data.
-    pub fn facts(&mut self) -> Result<Vec<ThreadAccounting>, MeasurementError> {
+    /// Returns [`VmMeasurementError::Io`] if the kernel does not provide the data.
+    pub fn facts(&mut self) -> Result<Vec<ThreadAccounting>, VmMeasurementError> {
         let pid = self.child.id();
         if self.threads.is_empty() {
             self.threads = vcpu_threads(pid);
         }
         let unknown = || {
             let e = std::io::Error::other("no schedstat of the vCPU's thread");
-            MeasurementError::Io("reading /proc", e)
+            VmMeasurementError::Io("reading /proc", e)
         };
         self.threads
             .iter()
@@ -311,8 +311,8 @@ impl ChildVm {
     /// Returns the host's view of the guest's counters, ordered by vCPU.
     ///
     /// # Errors
-    /// Returns a [`MeasurementError`] if the request fails or is not completed in time.
-    pub fn views(&mut self) -> Result<Vec<VcpuView>, MeasurementError> {
+    /// Returns a [`VmMeasurementError`] if the request fails or is not completed in time.
+    pub fn views(&mut self) -> Result<Vec<VcpuView>, VmMeasurementError> {
         let until = Instant::now() + VIEW_TIMEOUT;
         let client = self.client()?;
         let asked: SnapshotId = client.call(request::GuestView)?;
@@ -326,7 +326,7 @@ impl ChildVm {
             }
             if Instant::now() > until {
                 let what = "its vCPUs were asked for their counters".to_owned();
-                return Err(MeasurementError::Silent(VIEW_TIMEOUT.as_secs(), what));
+                return Err(VmMeasurementError::Silent(VIEW_TIMEOUT.as_secs(), what));
             }
             thread::sleep(Duration::from_millis(1));
         }

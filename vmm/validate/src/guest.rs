@@ -16,7 +16,7 @@ use perf_core::record::{DecodedRecord, RecordFormat};
 use perf_core::ring::RingReader;
 use serde::Deserialize;
 
-use super::child::{ChildVm, MeasurementError};
+use super::child::{ChildVm, VmMeasurementError};
 use super::procfs::ThreadAccounting;
 use crate::host::StopRequestedCheck;
 use control_api::protocol::{
@@ -249,8 +249,8 @@ impl MeasuringGuest {
     /// Starts the guest in a VM of `perfvisor run` with `arguments`.
     ///
     /// # Errors
-    /// Returns a [`MeasurementError`] if the VM or its guest does not start.
-    pub fn start(arguments: &[&str], signals: &StopRequestedCheck) -> Result<Self, MeasurementError> {
+    /// Returns a [`VmMeasurementError`] if the VM or its guest does not start.
+    pub fn start(arguments: &[&str], signals: &StopRequestedCheck) -> Result<Self, VmMeasurementError> {
         let mut all = vec!["--builtin", "validate", "--memory", "128M"];
         all.extend_from_slice(arguments);
         let all: Vec<String> = all.into_iter().map(str::to_owned).collect();
@@ -258,7 +258,7 @@ impl MeasuringGuest {
     }
 
     /// Waits for the guest's greeting in a VM that was just started.
-    fn wait_for_greeting(mut vm: ChildVm) -> Result<Self, MeasurementError> {
+    fn wait_for_greeting(mut vm: ChildVm) -> Result<Self, VmMeasurementError> {
         let hello = vm.wait_for(START_TIMEOUT, "it was started", |line| match parse(line) {
             Some(GuestReply::Hello(hello)) => Some(hello),
             _ => None,
@@ -272,7 +272,7 @@ impl MeasuringGuest {
         })
     }
 
-    fn step(&mut self, what: &str) -> Result<GuestReply, MeasurementError> {
+    fn step(&mut self, what: &str) -> Result<GuestReply, VmMeasurementError> {
         self.vm.wait_for(COMMAND_TIMEOUT, what, |line| {
             parse(line).filter(|said| !matches!(said, GuestReply::Other))
         })
@@ -281,15 +281,15 @@ impl MeasuringGuest {
     /// Runs a measurement, with optional operator events.
     ///
     /// # Errors
-    /// Returns a [`MeasurementError`] if the VM exits, does not respond, or sends an unexpected
+    /// Returns a [`VmMeasurementError`] if the VM exits, does not respond, or sends an unexpected
     /// reply.
     pub fn measure(
         &mut self,
         job: &MeasurementJob,
         operator: Option<OperatorEventConfig<'_>>,
-    ) -> Result<Measurement, MeasurementError> {
+    ) -> Result<Measurement, VmMeasurementError> {
         let line = job.line();
-        let wrong = |said: &GuestReply| Err(MeasurementError::Answer(format!("{said:?} to \"{line}\"")));
+        let wrong = |said: &GuestReply| Err(VmMeasurementError::Answer(format!("{said:?} to \"{line}\"")));
         self.vm.type_line(&line)?;
         match self.step(&line)? {
             GuestReply::Ready => {}
@@ -333,8 +333,8 @@ impl MeasuringGuest {
     /// Ends the guest and checks that the VM exited successfully.
     ///
     /// # Errors
-    /// Returns [`MeasurementError::Ended`] for a status other than 0.
-    pub fn end(self) -> Result<(), MeasurementError> {
+    /// Returns [`VmMeasurementError::Ended`] for a status other than 0.
+    pub fn end(self) -> Result<(), VmMeasurementError> {
         self.vm.end(Duration::from_secs(10))
     }
 }
@@ -357,7 +357,7 @@ impl OpenOperatorEvents {
     pub(super) fn open(
         vm: &mut ChildVm,
         operator: OperatorEventConfig<'_>,
-    ) -> Result<Self, MeasurementError> {
+    ) -> Result<Self, VmMeasurementError> {
         let client = vm.client()?;
         let opened: Result<Vec<OpenedEvent>, _> = client.call(request::Open {
             events: operator.events.to_owned(),
@@ -391,7 +391,7 @@ impl OpenOperatorEvents {
                 overwrite: false,
             };
             let (info, memfd): (SampleRingInfo, File) = client.call_with_file(call)?;
-            let reader = RingReader::map(memfd.as_fd()).map_err(MeasurementError::Ring)?;
+            let reader = RingReader::map(memfd.as_fd()).map_err(VmMeasurementError::Ring)?;
             ring = Some((reader, info));
         }
         let () = client.call(request::Enable)?;
@@ -401,7 +401,7 @@ impl OpenOperatorEvents {
         })
     }
 
-    pub(super) fn close(&mut self, vm: &mut ChildVm) -> Result<OperatorEventResults, MeasurementError> {
+    pub(super) fn close(&mut self, vm: &mut ChildVm) -> Result<OperatorEventResults, VmMeasurementError> {
         let client = vm.client()?;
         let mut saw = OperatorEventResults {
             opened: self.opened.clone(),

@@ -43,7 +43,7 @@ pub mod report;
 
 use std::time::Instant;
 
-use child::MeasurementError;
+use child::VmMeasurementError;
 pub use host::{HostProperties, KvmSummary, LinuxFiles, StopRequestedCheck, ValidateOptions};
 use report::{
     ValidationGuestKind, ValidationReport, ValidationRow, ValidationRowCollector, ValidationSummary,
@@ -52,13 +52,13 @@ use report::{
 /// Runs all measurements and passes each final row to `on_row`.
 ///
 /// # Errors
-/// Returns a [`MeasurementError`] if a guest cannot be measured at all.
+/// Returns a [`VmMeasurementError`] if a guest cannot be measured at all.
 pub fn run(
     options: &ValidateOptions,
     host: &HostProperties,
     stop: &StopRequestedCheck,
     on_row: &mut dyn FnMut(&ValidationRow),
-) -> Result<ValidationReport, MeasurementError> {
+) -> Result<ValidationReport, VmMeasurementError> {
     let start = Instant::now();
     let builtin = builtin::Builtin {
         options,

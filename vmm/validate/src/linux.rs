@@ -11,7 +11,7 @@ mod sampling;
 use std::fmt::Write as _;
 use std::time::Duration;
 
-use super::child::{ChildVm, MeasurementError};
+use super::child::{ChildVm, VmMeasurementError};
 use super::guest::{OpenOperatorEvents, OperatorEventConfig, OperatorEventResults};
 use super::judge::ExpectedCount;
 use super::procfs::ThreadAccounting;
@@ -87,7 +87,7 @@ impl Linux<'_> {
         &self,
         rows: &mut ValidationRowCollector<'_>,
         summary: &mut ValidationSummary,
-    ) -> Result<(), MeasurementError> {
+    ) -> Result<(), VmMeasurementError> {
         let backing = if self.options.own_pmu {
             "kvm"
         } else if self.host.no_hardware.is_none() {
@@ -123,7 +123,7 @@ impl Linux<'_> {
         Ok(())
     }
 
-    fn start(&self, backing: &str, cpus: &str, words: &str) -> Result<LinuxGuest, MeasurementError> {
+    fn start(&self, backing: &str, cpus: &str, words: &str) -> Result<LinuxGuest, VmMeasurementError> {
         log::info!("Linux guest, {cpus} CPUs, backing {backing}");
         let cmdline = format!(
             "console=ttyS0 tsc=reliable no_timer_check nokaslr quiet nowatchdog pv.script=validate {words}"
@@ -155,7 +155,7 @@ impl Linux<'_> {
             }
         })?;
         if !ready {
-            return Err(MeasurementError::Answer(
+            return Err(VmMeasurementError::Answer(
                 "its initrd has no script \"validate\"; make it anew with make guest".into(),
             ));
         }
@@ -175,7 +175,7 @@ impl LinuxGuest {
         name: &str,
         command: &str,
         operator: Option<OperatorEventConfig<'_>>,
-    ) -> Result<CommandResult, MeasurementError> {
+    ) -> Result<CommandResult, VmMeasurementError> {
         self.vm.type_line(&format!("{name} {command}"))?;
         let begin = format!("@@pv begin {name}");
         let end = format!("@@pv end {name} ");
@@ -203,7 +203,7 @@ impl LinuxGuest {
             } else if let Some((_, words)) = line.split_once("@@pv gate end ") {
                 let facts = self.vm.facts()?;
                 let Some((before, start, mut watch)) = open.take() else {
-                    return Err(MeasurementError::Answer(line));
+                    return Err(VmMeasurementError::Answer(line));
                 };
                 let operator = watch.as_mut().map(|w| w.close(&mut self.vm)).transpose()?;
                 done.gate = Some(Gate {
@@ -226,7 +226,7 @@ impl LinuxGuest {
     }
 
     /// Ends the guest and checks that the VM exited successfully.
-    fn end(self) -> Result<(), MeasurementError> {
+    fn end(self) -> Result<(), VmMeasurementError> {
         self.vm.end(Duration::from_secs(30))
     }
 }

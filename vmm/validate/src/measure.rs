@@ -3,7 +3,7 @@
 //! Other load on the host disturbs time-dependent measurements. Such a row is measured a fixed
 //! number of times, regardless of the results, and all measurements are judged together.
 
-use crate::child::MeasurementError;
+use crate::child::VmMeasurementError;
 use crate::judge::Verdict;
 use crate::report::ValidationRow;
 
@@ -12,8 +12,8 @@ pub const MEASUREMENTS: u32 = 3;
 
 /// Measures a single row. See [`measure_rows`].
 pub(crate) fn measure_row(
-    mut measure: impl FnMut() -> Result<ValidationRow, MeasurementError>,
-) -> Result<ValidationRow, MeasurementError> {
+    mut measure: impl FnMut() -> Result<ValidationRow, VmMeasurementError>,
+) -> Result<ValidationRow, VmMeasurementError> {
     measure_rows(|| Ok(vec![measure()?])).map(|mut rows| rows.swap_remove(0))
 }
 
@@ -24,8 +24,8 @@ pub(crate) fn measure_row(
 /// measurements is used. Without a majority, the verdict is `Verdict::TooBusy`. The median is shown
 /// with the spread.
 pub(crate) fn measure_rows(
-    mut measure: impl FnMut() -> Result<Vec<ValidationRow>, MeasurementError>,
-) -> Result<Vec<ValidationRow>, MeasurementError> {
+    mut measure: impl FnMut() -> Result<Vec<ValidationRow>, VmMeasurementError>,
+) -> Result<Vec<ValidationRow>, VmMeasurementError> {
     let mut all = vec![measure()?];
     let depends_on_time = |row: &ValidationRow| row.of_time && row.verdict != Verdict::NotSupported;
     if all[0].iter().any(depends_on_time) {

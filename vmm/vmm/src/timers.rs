@@ -216,8 +216,8 @@ mod tests {
     use perf_core::pmu::sim::SimPmu;
     use perf_core::time::ManualClock;
     use perf_core::{
-        CpuMode, EventControlScope, EventHandle, EventOpenTarget, OpenFlags, PerfCoreConfig, SampleRegs,
-        Session, SessionRole, VcpuEventContext,
+        CpuMode, EventHandle, EventOpenTarget, EventOrGroup, OpenFlags, PerfCoreConfig, SampleRegs, Session,
+        SessionRole, VcpuEventContext,
     };
 
     use super::*;
@@ -294,14 +294,12 @@ mod tests {
     fn tick_interval_shortens_when_events_multiplex() {
         let mut rig = contended(MuxPolicy::Rotate);
         let more = rig.handles.split_off(2);
-        more.iter()
-            .for_each(|h| h.disable(EventControlScope::Event).unwrap());
+        more.iter().for_each(|h| h.disable(EventOrGroup::Event).unwrap());
         let mut ticks = SchedulingTickTimer::new().unwrap();
         ticks.handle_expiration(&rig.core);
         ticks.shorten_interval(&rig.core);
         assert_eq!(ticks.pace, IDLE_INTERVAL, "two events on two slots need no ticks");
-        more.iter()
-            .for_each(|h| h.enable(EventControlScope::Event).unwrap());
+        more.iter().for_each(|h| h.enable(EventOrGroup::Event).unwrap());
         ticks.shorten_interval(&rig.core);
         assert_eq!(ticks.pace, TICK_INTERVAL);
         ticks.handle_expiration(&rig.core);

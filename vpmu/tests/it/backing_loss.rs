@@ -10,7 +10,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use perf_core::pmu::clock::{ClockPmu, VcpuRunTimeClock};
 use perf_core::pmu::sim::SimPmu;
 use perf_core::pmu::vmm_pmu::{VmmPmu, VmmPmuCounts};
-use perf_core::pmu::{Pmu, PmuCapacity, PmuError, PmuEvent, PmuEventTarget, VcpuId};
+use perf_core::pmu::{Pmu, PmuCounterCapacity, PmuError, PmuEvent, PmuEventTarget, VcpuId};
 use perf_core::time::ManualClock;
 use perf_core::{Attr, EventType, PerfCore, PerfCoreConfig, SharePolicy, VcpuEventContext};
 use vpmu::registers::*;
@@ -266,7 +266,7 @@ impl Pmu for Hardware {
         [EventType::HARDWARE, EventType::RAW].contains(&ty)
     }
 
-    fn capacity(&self) -> PmuCapacity {
+    fn capacity(&self) -> PmuCounterCapacity {
         self.pmu.capacity()
     }
 

@@ -4,7 +4,7 @@
 
 use std::sync::{Arc, Mutex, Weak};
 
-use perf_core::pmu::{PmuCapacity, PmuError, PmuEvent, PmuEventTarget, VcpuId};
+use perf_core::pmu::{PmuCounterCapacity, PmuError, PmuEvent, PmuEventTarget, VcpuId};
 use perf_core::{Attr, EventType, PerfCore, PerfCoreConfig, Pmu, VcpuEventContext};
 use proptest::prelude::*;
 use vpmu::*;
@@ -68,8 +68,8 @@ impl Pmu for TickPmu {
         [T::HARDWARE, T::RAW, T::KVM, T::SOFTWARE, T::VMM_PMU].contains(&ty)
     }
 
-    fn capacity(&self) -> PmuCapacity {
-        PmuCapacity::Unlimited
+    fn capacity(&self) -> PmuCounterCapacity {
+        PmuCounterCapacity::Unlimited
     }
 
     fn open(&self, attr: &Attr, _: PmuEventTarget) -> Result<Box<dyn PmuEvent>, PmuError> {

@@ -10,7 +10,7 @@ use std::sync::atomic::AtomicBool;
 use args::LabArgs;
 use clap::Parser;
 use guest_images::qemu::Qemu;
-use integration::artefacts::{self, ArtefactError, describe};
+use integration::artefacts::{self, BuildArtefactError, describe};
 use integration::lab::{Lab, LabOptions};
 
 fn main() -> ExitCode {
@@ -65,7 +65,7 @@ fn run(request: &LabArgs, mut options: LabOptions) -> ExitCode {
 
 /// Builds everything that a lab needs. The images are built in parallel with the programs, because
 /// the last part of the program build uses only one processor.
-fn build() -> Result<&'static Qemu, ArtefactError> {
+fn build() -> Result<&'static Qemu, BuildArtefactError> {
     std::thread::scope(|scope| {
         let images = scope.spawn(|| artefacts::images().and_then(|_| artefacts::bare_metal_dir()));
         let binaries = artefacts::binaries();

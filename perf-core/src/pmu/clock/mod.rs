@@ -37,7 +37,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 pub use vcpu::VcpuRunTimeClock;
 
 use crate::attr::{Attr, EventType};
-use crate::pmu::{Pmu, PmuCapacity, PmuError, PmuEvent, PmuEventTarget, VcpuId};
+use crate::pmu::{Pmu, PmuCounterCapacity, PmuError, PmuEvent, PmuEventTarget, VcpuId};
 
 use cpl::PrivilegeLevel;
 use event::{ClockEvent, ClockUnit, CountedTime};
@@ -140,8 +140,8 @@ impl Pmu for ClockPmu {
         ty == EventType::CLOCK
     }
 
-    fn capacity(&self) -> PmuCapacity {
-        PmuCapacity::Unlimited
+    fn capacity(&self) -> PmuCounterCapacity {
+        PmuCounterCapacity::Unlimited
     }
 
     fn open(&self, attr: &Attr, target: PmuEventTarget) -> Result<Box<dyn PmuEvent>, PmuError> {

@@ -47,7 +47,7 @@ use std::sync::Arc;
 
 use crate::attr::{Attr, EventType};
 use crate::pmu::period_floor::PeriodFloor;
-use crate::pmu::{CounterMask, Pmu, PmuCapacity, PmuError, PmuEvent, PmuEventTarget, PmuGroup};
+use crate::pmu::{CounterMask, Pmu, PmuCounterCapacity, PmuError, PmuEvent, PmuEventTarget, PmuGroup};
 
 use perf_event_open_sys::bindings::{PERF_RECORD_SAMPLE, PERF_SAMPLE_READ};
 
@@ -151,10 +151,10 @@ impl Pmu for HostPmu {
         }
     }
 
-    fn capacity(&self) -> PmuCapacity {
+    fn capacity(&self) -> PmuCounterCapacity {
         match self.class {
-            HostEventClass::Hardware => PmuCapacity::Counters(self.counters.mask()),
-            HostEventClass::Software => PmuCapacity::Unlimited,
+            HostEventClass::Hardware => PmuCounterCapacity::Counters(self.counters.mask()),
+            HostEventClass::Software => PmuCounterCapacity::Unlimited,
         }
     }
 

@@ -2,7 +2,7 @@
 
 use std::sync::{Arc, Mutex, MutexGuard};
 
-use perf_core::pmu::{PmuCapacity, PmuError, PmuEventTarget};
+use perf_core::pmu::{PmuCounterCapacity, PmuError, PmuEventTarget};
 use perf_core::record::{DecodedRecord, RecordFormat, Sample};
 use perf_core::ring::{Ring, RingReader};
 use perf_core::time::{Clock, ManualClock};
@@ -148,10 +148,10 @@ impl Pmu for TestPmu {
     fn supports_type(&self, ty: EventType) -> bool {
         ty == if self.slots == 0 { SOFT } else { EventType::SIM }
     }
-    fn capacity(&self) -> PmuCapacity {
+    fn capacity(&self) -> PmuCounterCapacity {
         match self.slots {
-            0 => PmuCapacity::Unlimited,
-            slots => PmuCapacity::counters(slots),
+            0 => PmuCounterCapacity::Unlimited,
+            slots => PmuCounterCapacity::counters(slots),
         }
     }
     fn open(&self, attr: &Attr, target: PmuEventTarget) -> Result<Box<dyn PmuEvent>, PmuError> {

@@ -5,7 +5,7 @@ use std::process::Command;
 
 use super::*;
 use crate::modules::LoadedModule;
-use crate::programs::{GuestFileSource, GuestSymbols};
+use crate::programs::{GuestFilesystemSource, GuestSymbols};
 use kernel_images::build_id::BuildId;
 
 struct InMemory(Vec<u8>);
@@ -301,7 +301,7 @@ fn library_on_disk_has_symbols_tables_and_build_id() {
     let Some(bytes) = file_system(&[("lib/libc.so.6", &libc), ("tmp/perf-7.map", b"7f00 10 made\n")]) else {
         return eprintln!("skipped: no mke2fs here");
     };
-    let mut mount = GuestSymbols::of(GuestFileSource::Disk(open(bytes).unwrap()));
+    let mut mount = GuestSymbols::of(GuestFilesystemSource::Disk(open(bytes).unwrap()));
     let object = mount.object("/lib/libc.so.6").expect("it is there");
     let malloc = (0..libc.len() as u64).step_by(16).find(|address| {
         let found = object.resolve(*address);

@@ -92,7 +92,7 @@ fn parse_variable(text: &str) -> Result<(String, String), EnvironmentVariableErr
 
 /// Errors of `perfvisor exec`.
 #[derive(Debug, thiserror::Error)]
-pub enum ExecError {
+pub enum ExecCommandError {
     #[error(transparent)]
     Command(#[from] OperatorCommandError),
     #[error(transparent)]
@@ -156,8 +156,8 @@ fn send(out: &SharedOutput, kind: FrameKind, payload: &[u8]) -> io::Result<()> {
 /// Runs a command in the guest, and returns its exit status.
 ///
 /// # Errors
-/// Returns [`ExecError`] if the command cannot be started.
-pub fn exec(args: &ExecArgs) -> Result<ExitStatus, ExecError> {
+/// Returns [`ExecCommandError`] if the command cannot be started.
+pub fn exec(args: &ExecArgs) -> Result<ExitStatus, ExecCommandError> {
     let way = AgentAddress {
         name: args.name.clone(),
         socket: args.socket.clone(),
@@ -177,7 +177,7 @@ pub fn exec(args: &ExecArgs) -> Result<ExitStatus, ExecError> {
     // are forwarded to the command.
     let signals = StopSignals::block().map_err(OperatorCommandError::Signals)?;
     let raw = if args.terminal {
-        RawModeGuard::enter().map_err(ExecError::Terminal)?
+        RawModeGuard::enter().map_err(ExecCommandError::Terminal)?
     } else {
         None
     };
@@ -247,7 +247,7 @@ fn serve(
     mut stream: &UnixStream,
     window: &FlowControlWindow,
     exit: &ConnectionShutdown,
-) -> Result<ExitStatus, ExecError> {
+) -> Result<ExitStatus, ExecCommandError> {
     loop {
         let frame = match way.next(&mut stream) {
             Ok(frame) => frame,

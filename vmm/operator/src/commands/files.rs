@@ -14,7 +14,7 @@ use crate::values::{ProfileLabels, parse_labels, parse_percent};
 use guest_profile::disk::{DiskError, GuestDisk, GuestDiskReader};
 use guest_profile::export::symbolize::{Symbolizer, complete_chains};
 use guest_profile::export::{Profile, folded, pprof, reader};
-use guest_profile::programs::{GuestFileSource, GuestSymbols};
+use guest_profile::programs::{GuestFilesystemSource, GuestSymbols};
 use kernel_images::image::KernelImage;
 use kernel_images::symbols::KernelSymbols;
 use perf_core::error_line;
@@ -240,9 +240,9 @@ pub(super) fn guest_mount(args: &SymbolArgs) -> Result<Option<GuestSymbols>, Sym
 ///
 /// # Errors
 /// Returns [`SymbolLoadError`] if the directory or image is unusable.
-pub(super) fn guest_files(args: &SymbolArgs) -> Result<Option<GuestFileSource>, SymbolLoadError> {
+pub(super) fn guest_files(args: &SymbolArgs) -> Result<Option<GuestFilesystemSource>, SymbolLoadError> {
     match (&args.guestmount, &args.guest_disk) {
-        (Some(dir), _) if dir.is_dir() => Ok(Some(GuestFileSource::Directory(dir.clone()))),
+        (Some(dir), _) if dir.is_dir() => Ok(Some(GuestFilesystemSource::Directory(dir.clone()))),
         (Some(dir), _) => Err(SymbolLoadError::NoDirectory(dir.clone())),
         (None, Some(config)) => {
             let view = UnlockedDiskView::open(config).map_err(SymbolLoadError::DiskImage)?;
@@ -250,7 +250,7 @@ pub(super) fn guest_files(args: &SymbolArgs) -> Result<Option<GuestFileSource>, 
                 path: config.path.clone(),
                 source,
             })?;
-            Ok(Some(GuestFileSource::Disk(disk)))
+            Ok(Some(GuestFilesystemSource::Disk(disk)))
         }
         (None, None) => Ok(None),
     }

@@ -31,7 +31,7 @@ const MIN_TOKEN: usize = 16;
 
 /// Errors of the access rules.
 #[derive(Debug, thiserror::Error)]
-pub enum AccessRuleError {
+pub enum ExporterAccessRuleError {
     #[error("user '{0}': not found in /etc/passwd; use the numeric user ID")]
     User(String),
     #[error("--token-file {}: cannot be read", .0.display())]
@@ -45,7 +45,7 @@ pub enum AccessRuleError {
 
 /// The connection that a request arrived on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum RequestOrigin {
+pub enum HttpConnectionOrigin {
     /// TCP connection.
     Tcp {
         peer: SocketAddr,
@@ -70,12 +70,12 @@ impl AccessRules {
     /// of this host.
     ///
     /// # Errors
-    /// Returns [`AccessRuleError`] if a user does not exist or the token file is unusable.
+    /// Returns [`ExporterAccessRuleError`] if a user does not exist or the token file is unusable.
     pub fn new(
         users: &[String],
         hosts: &[String],
         token_file: Option<&Path>,
-    ) -> Result<Self, AccessRuleError> {
+    ) -> Result<Self, ExporterAccessRuleError> {
         let mut uids = vec![0, peer::own_uid()];
         for user in users {
             uids.push(uid_of(user)?);
@@ -99,8 +99,8 @@ impl AccessRules {
     ///
     /// # Errors
     /// Returns the reply that rejects the request.
-    pub fn check(&self, request: &HttpRequest, origin: RequestOrigin) -> Result<(), HttpReply> {
-        let RequestOrigin::Tcp { peer, local } = origin else {
+    pub fn check(&self, request: &HttpRequest, origin: HttpConnectionOrigin) -> Result<(), HttpReply> {
+        let HttpConnectionOrigin::Tcp { peer, local } = origin else {
             return Ok(());
         };
         if !self.knows_host(&request.host) {
@@ -171,8 +171,8 @@ fn is_same(sent: &[u8], token: &[u8]) -> bool {
 /// Returns the user ID of `user`, a number or a name in /etc/passwd.
 ///
 /// # Errors
-/// Returns [`AccessRuleError::User`] if the user does not exist.
-pub fn uid_of(user: &str) -> Result<u32, AccessRuleError> {
+/// Returns [`ExporterAccessRuleError::User`] if the user does not exist.
+pub fn uid_of(user: &str) -> Result<u32, ExporterAccessRuleError> {
     if let Ok(uid) = user.parse() {
         return Ok(uid);
     }
@@ -181,21 +181,21 @@ pub fn uid_of(user: &str) -> Result<u32, AccessRuleError> {
         let mut fields = line.split(':');
         (fields.next() == Some(user)).then(|| fields.nth(1)?.parse().ok())?
     });
-    uid.ok_or_else(|| AccessRuleError::User(user.to_owned()))
+    uid.ok_or_else(|| ExporterAccessRuleError::User(user.to_owned()))
 }
 
-fn read_token(path: &Path) -> Result<String, AccessRuleError> {
+fn read_token(path: &Path) -> Result<String, ExporterAccessRuleError> {
     let mut text = String::new();
     File::open(path)
         .and_then(|file| file.take(MAX_TOKEN + 2).read_to_string(&mut text))
-        .map_err(|e| AccessRuleError::TokenFile(path.to_owned(), e))?;
+        .map_err(|e| ExporterAccessRuleError::TokenFile(path.to_owned(), e))?;
     let token = text.trim_end();
     let is_token = token.len() >= MIN_TOKEN
         && token.len() as u64 <= MAX_TOKEN
         && token.bytes().all(|b| b.is_ascii_graphic());
     is_token
         .then(|| token.to_owned())
-        .ok_or_else(|| AccessRuleError::Token(path.to_owned()))
+        .ok_or_else(|| ExporterAccessRuleError::Token(path.to_owned()))
 }
 
 /// Returns the user who owns the socket at `address` that is connected to `other`. Returns `None`
@@ -351,7 +351,7 @@ mod tests {
             let client = TcpStream::connect(local).unwrap();
             let (_served, peer) = listener.accept().unwrap();
             assert_eq!(owner_of(peer, local).unwrap(), Some(peer::own_uid()));
-            let origin = RequestOrigin::Tcp { peer, local };
+            let origin = HttpConnectionOrigin::Tcp { peer, local };
             let mut access = access(None);
             access.check(&request(HostHeader::Absent, None), origin).unwrap();
             access.users = vec![peer::own_uid().wrapping_add(1)];
@@ -392,7 +392,7 @@ mod tests {
     #[test]
     fn non_loopback_addresses_require_token() {
         let [peer, local] = ["10.0.0.9:40000", "10.0.0.7:9465"].map(|text| text.parse().unwrap());
-        let origin = RequestOrigin::Tcp { peer, local };
+        let origin = HttpConnectionOrigin::Tcp { peer, local };
         let status = |access: &AccessRules, bearer| {
             let host = HostHeader::Named("10.0.0.7:9465".into());
             access
@@ -421,7 +421,7 @@ mod tests {
         }
         assert!(matches!(
             read_token(&dir.path().join("none")),
-            Err(AccessRuleError::TokenFile(..))
+            Err(ExporterAccessRuleError::TokenFile(..))
         ));
         assert_eq!(uid_of("1000").unwrap(), 1000);
         assert_eq!(uid_of("root").unwrap(), 0);

@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 
 use sandbox::paths;
 
-use super::access::RequestOrigin;
+use super::access::HttpConnectionOrigin;
 
 /// Maximum length of a Unix socket path, in bytes. `sun_path` has 108 bytes, including the NUL
 /// (unix(7)).
@@ -153,13 +153,13 @@ impl HttpClientStream {
     ///
     /// # Errors
     /// Returns an error if the client has disconnected.
-    pub fn origin(&self) -> io::Result<RequestOrigin> {
+    pub fn origin(&self) -> io::Result<HttpConnectionOrigin> {
         Ok(match self {
-            Self::Tcp(stream) => RequestOrigin::Tcp {
+            Self::Tcp(stream) => HttpConnectionOrigin::Tcp {
                 peer: stream.peer_addr()?,
                 local: stream.local_addr()?,
             },
-            Self::Unix(_) => RequestOrigin::Unix,
+            Self::Unix(_) => HttpConnectionOrigin::Unix,
         })
     }
 

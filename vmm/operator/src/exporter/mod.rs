@@ -40,7 +40,7 @@ use sandbox::privileges;
 use crate::exit::ExitStatus;
 use crate::signals::StopSignals;
 use crate::vendor::{self, EventNameError};
-use access::{AccessRuleError, AccessRules};
+use access::{AccessRules, ExporterAccessRuleError};
 use listen::{ExporterListener, ListenAddress};
 use server::Exporter;
 use vms::ExporterVmRegistry;
@@ -91,7 +91,7 @@ pub enum ExporterError {
     #[error("--events")]
     Events(#[from] EventNameError),
     #[error(transparent)]
-    AccessRules(#[from] AccessRuleError),
+    AccessRules(#[from] ExporterAccessRuleError),
     #[error("--listen {address}: cannot listen{}", remedy(.source))]
     Listen {
         address: ListenAddress,

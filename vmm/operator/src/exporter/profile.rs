@@ -54,7 +54,7 @@ const PPROF: &str = "application/octet-stream";
 
 /// Scheduler of profiles: the VMs with a profile in progress, and statistics.
 #[derive(Debug, Default)]
-pub struct ProfileScheduler {
+pub struct RunningProfiles {
     running: Mutex<HashSet<String>>,
     /// Number of completed profiles.
     pub made: AtomicU64,
@@ -98,7 +98,7 @@ impl ProfileRequest {
 
 /// A reserved slot among the concurrent profiles, released on drop.
 struct ProfileSlot<'p> {
-    profiles: &'p ProfileScheduler,
+    profiles: &'p RunningProfiles,
     label: String,
 }
 
@@ -113,7 +113,7 @@ impl Drop for ProfileSlot<'_> {
     }
 }
 
-impl ProfileScheduler {
+impl RunningProfiles {
     fn place(&self, label: &str) -> Result<ProfileSlot<'_>, HttpReply> {
         let mut running = self.running.lock().unwrap_or_else(PoisonError::into_inner);
         let why = if running.contains(label) {
@@ -332,7 +332,7 @@ mod tests {
 
     #[test]
     fn concurrent_profiles_are_limited() {
-        let profiles = ProfileScheduler::default();
+        let profiles = RunningProfiles::default();
         let mut places: Vec<_> = (0..MAX_PROFILES)
             .map(|n| profiles.place(&n.to_string()).ok().unwrap())
             .collect();

@@ -17,7 +17,7 @@ use serde_json::json;
 use super::access::AccessRules;
 use super::http::{self, HostHeader, HttpReply, HttpRequest, OPENMETRICS, TEXT};
 use super::listen::HttpClientStream;
-use super::profile::ProfileScheduler;
+use super::profile::RunningProfiles;
 use super::snapshot::{self, MetricFamilies, MetricLabels, MetricsSnapshot};
 use super::vms::{ExporterVmRegistry, ScrapeTarget};
 
@@ -39,7 +39,7 @@ const MAX_SCRAPE_AGE: Duration = Duration::from_millis(500);
 pub struct Exporter {
     vms: ExporterVmRegistry,
     access: AccessRules,
-    profiles: ProfileScheduler,
+    profiles: RunningProfiles,
     /// Address of the listening socket, for requests without a `Host` field.
     address: String,
     slots: Mutex<HttpConnectionSlots>,
@@ -89,7 +89,7 @@ impl Exporter {
         Self {
             vms,
             access,
-            profiles: ProfileScheduler::default(),
+            profiles: RunningProfiles::default(),
             address,
             slots: Mutex::default(),
             text: Mutex::default(),

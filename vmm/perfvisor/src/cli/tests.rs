@@ -110,7 +110,7 @@ fn valid_values_are_parsed() {
     assert_eq!(args.pmu, PmuModelName::Generation(vpmu::PmuGeneration::Intel(4)));
     assert_eq!(
         args.pmu_counters,
-        Some(CounterNumbers {
+        Some(RequestedCounters {
             general: 8,
             fixed: Some(4)
         })

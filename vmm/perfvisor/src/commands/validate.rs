@@ -11,7 +11,7 @@ use vpmu::{
 };
 
 use crate::values::{ValidatedCounterBackings, parse_tolerance, parse_validated};
-use ::validate::child::MeasurementError;
+use ::validate::child::VmMeasurementError;
 use ::validate::report::{ValidationReportFormatter, ValidationRow};
 use ::validate::{HostProperties, KvmSummary, LinuxFiles, StopRequestedCheck, ValidateOptions};
 use guest_patching::rdpmc::RdpmcMode;
@@ -110,7 +110,7 @@ pub enum ValidateError {
     )]
     NoLinux,
     #[error(transparent)]
-    Child(#[from] MeasurementError),
+    Child(#[from] VmMeasurementError),
     #[error(transparent)]
     Output(#[from] CommandOutputError),
 }
@@ -152,7 +152,7 @@ pub fn validate(args: &ValidateArgs) -> Result<ExitStatus, ValidateError> {
     };
     let report = match ::validate::run(&options, &host, &stop, &mut on_row) {
         Ok(report) => report,
-        Err(MeasurementError::Interrupted) => return Ok(ExitStatus::Terminated),
+        Err(VmMeasurementError::Interrupted) => return Ok(ExitStatus::Terminated),
         Err(e) => return Err(e.into()),
     };
     printed?;

@@ -26,7 +26,7 @@ use vmm::kvm::vpmu_probe::{self, KvmPmuCapabilities};
 use vmm::memory::MemoryBackingConfig;
 use vmm::pmu::branches::{self, BranchRecordsError};
 use vmm::pmu::fit::{FittedPmuModel, fit};
-use vmm::pmu::{OperatorLimits, PmuConfig, backing};
+use vmm::pmu::{OperatorResourceLimits, PmuConfig, backing};
 use vmm::timers::MuxPolicyChoice;
 use vmm::vm::restore::{announced_events, event_filter};
 use vmm::vm::{DebuggerConfig, VmConfig};
@@ -130,7 +130,7 @@ pub(super) fn build_config(
             stepping: backed.stepping,
             steps_for_operators: args.operator_steps,
             has_rdpmc_breakpoints: args.rdpmc == RdpmcMode::Hwbp,
-            limits: OperatorLimits {
+            limits: OperatorResourceLimits {
                 sample_rate_hz: args.sample_limit,
                 ring_bytes: args.ring_memory,
                 reserved_slots: args.reserve_counters,

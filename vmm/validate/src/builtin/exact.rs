@@ -4,7 +4,7 @@
 use vpmu::ArchEvent;
 
 use super::{Builtin, GuestCounterId, OS, USR, judged, known, selector, unbacked};
-use crate::child::MeasurementError;
+use crate::child::VmMeasurementError;
 use crate::guest::{MeasurementJob, MeasuringGuest};
 use crate::judge::{ExpectedCount, Tolerance};
 use crate::report::{KNOWN, ValidationCheckKind, ValidationRow, ValidationRowCollector};
@@ -15,7 +15,7 @@ const EXACT: &str = "exact";
 const COUNTER: GuestCounterId = GuestCounterId::General(0);
 
 impl Builtin<'_> {
-    pub(super) fn exact(&self, rows: &mut ValidationRowCollector<'_>) -> Result<(), MeasurementError> {
+    pub(super) fn exact(&self, rows: &mut ValidationRowCollector<'_>) -> Result<(), VmMeasurementError> {
         if let Some(why) = &self.host.no_exact {
             let row = ValidationRow::new(
                 ValidationCheckKind::Counting,
@@ -37,7 +37,7 @@ impl Builtin<'_> {
         &self,
         guest: &mut MeasuringGuest,
         rows: &mut ValidationRowCollector<'_>,
-    ) -> Result<(), MeasurementError> {
+    ) -> Result<(), VmMeasurementError> {
         let amd = guest.hello.amd;
         for event in ArchEvent::ALL {
             let Some(select) = selector(event, amd) else {

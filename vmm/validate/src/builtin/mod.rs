@@ -10,7 +10,7 @@ mod time;
 pub(crate) use sampling::share;
 use vpmu::ArchEvent;
 
-use super::child::MeasurementError;
+use super::child::VmMeasurementError;
 use super::guest::{Measurement, MeasurementJob, MeasuringGuest, OS, USR};
 use super::judge::{CountComparison, ExpectedCount, Tolerance, Verdict, judge_unbacked};
 use super::report::{ValidationCheckKind, ValidationRow, ValidationRowCollector};
@@ -38,7 +38,7 @@ pub(super) struct Builtin<'a> {
 
 impl Builtin<'_> {
     /// Runs all measurements with the built-in guest, and adds their rows to `rows`.
-    pub(super) fn rows(&self, rows: &mut ValidationRowCollector<'_>) -> Result<(), MeasurementError> {
+    pub(super) fn rows(&self, rows: &mut ValidationRowCollector<'_>) -> Result<(), VmMeasurementError> {
         if self.options.own_pmu {
             return self.backed_by("kvm", rows);
         }
@@ -73,7 +73,7 @@ impl Builtin<'_> {
         &self,
         backing: &'static str,
         rows: &mut ValidationRowCollector<'_>,
-    ) -> Result<(), MeasurementError> {
+    ) -> Result<(), VmMeasurementError> {
         let mut guest = self.start(backing, "1")?;
         self.time_rows(&mut guest, backing, rows)?;
         if backing == "kvm" {
@@ -101,7 +101,7 @@ impl Builtin<'_> {
         guest.end()
     }
 
-    fn start(&self, backing: &str, cpus: &str) -> Result<MeasuringGuest, MeasurementError> {
+    fn start(&self, backing: &str, cpus: &str) -> Result<MeasuringGuest, VmMeasurementError> {
         log::info!("built-in guest, {cpus} CPUs, backing {backing}");
         let arguments = ["--pmu", &self.options.pmu, "--backing", backing, "--cpus", cpus];
         let mut guest = MeasuringGuest::start(&arguments, self.signals)?;
@@ -124,7 +124,7 @@ impl Builtin<'_> {
         work: &'static str,
         cpl: u32,
         ms: u64,
-    ) -> Result<u64, MeasurementError> {
+    ) -> Result<u64, VmMeasurementError> {
         let known = guest.pace.get(&(work, cpl)).copied();
         let per_ms = match known {
             Some(per_ms) => per_ms,
@@ -159,7 +159,7 @@ fn pace(
     work: &'static str,
     cpl: u32,
     tsc_hz: u64,
-) -> Result<f64, MeasurementError> {
+) -> Result<f64, VmMeasurementError> {
     let mut n = 500;
     loop {
         let outcome = guest.measure(&MeasurementJob::new(work, n).at_cpl(cpl), None)?;
@@ -243,7 +243,7 @@ fn unbacked(
     row: ValidationRow,
     job: &MeasurementJob,
     why: &str,
-) -> Result<ValidationRow, MeasurementError> {
+) -> Result<ValidationRow, VmMeasurementError> {
     let outcome = guest.measure(job, None)?;
     let count = outcome.cpus.first().and_then(|cpu| cpu.c.first()).copied();
     let backing = outcome.host(0, "gp0").and_then(|counter| counter.backing.clone());

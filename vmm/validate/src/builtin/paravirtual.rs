@@ -5,7 +5,7 @@ use vpmu::events::paravirtual_select;
 use vpmu::{ParavirtualEvent, Vendor};
 
 use super::{BOTH, Builtin, GuestCounterId, judged};
-use crate::child::MeasurementError;
+use crate::child::VmMeasurementError;
 use crate::guest::{Measurement, MeasurementJob, MeasuringGuest, OperatorEventConfig};
 use crate::judge::{ExpectedCount, Tolerance};
 use crate::measure::measure_row;
@@ -85,7 +85,7 @@ impl Builtin<'_> {
         &self,
         guest: &mut MeasuringGuest,
         rows: &mut ValidationRowCollector<'_>,
-    ) -> Result<(), MeasurementError> {
+    ) -> Result<(), VmMeasurementError> {
         let vendor = if guest.hello.amd {
             Vendor::Amd
         } else {
@@ -114,7 +114,11 @@ impl Builtin<'_> {
 
     /// Measures the paravirtual event that counts the time for which another enabled counter could
     /// not count. The count must equal the duration of the loop.
-    fn uncounted(&self, guest: &mut MeasuringGuest, select: u64) -> Result<ValidationRow, MeasurementError> {
+    fn uncounted(
+        &self,
+        guest: &mut MeasuringGuest,
+        select: u64,
+    ) -> Result<ValidationRow, VmMeasurementError> {
         let name = "busy, CPL3, beside an event nobody counts";
         let event = ParavirtualEvent::UncountedNs.name();
         let row = ValidationRow::new(ValidationCheckKind::Counting, event, "paravirtual", name);
@@ -148,7 +152,7 @@ fn one(
     event: ParavirtualEvent,
     job: &MeasurementJob,
     row: ValidationRow,
-) -> Result<ValidationRow, MeasurementError> {
+) -> Result<ValidationRow, VmMeasurementError> {
     // Also count the event on the host, through an operator event.
     let spec = format!("pv/{}/", event.name());
     let operator = OperatorEventConfig::counting(&spec);

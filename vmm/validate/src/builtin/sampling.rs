@@ -5,7 +5,7 @@ use control_api::request;
 use vpmu::ArchEvent;
 
 use super::{BOTH, Builtin, CPU_TIME, selector};
-use crate::child::MeasurementError;
+use crate::child::VmMeasurementError;
 use crate::guest::{Measurement, MeasurementJob, MeasuringGuest, OperatorEventConfig};
 use crate::judge::{CountComparison, ExpectedCount, Tolerance, whole};
 use crate::measure::measure_rows;
@@ -40,7 +40,7 @@ impl Builtin<'_> {
         guest: &mut MeasuringGuest,
         backing: &'static str,
         rows: &mut ValidationRowCollector<'_>,
-    ) -> Result<(), MeasurementError> {
+    ) -> Result<(), VmMeasurementError> {
         let Some(select) = selector(ArchEvent::CoreCycles, guest.hello.amd) else {
             return Ok(());
         };
@@ -67,7 +67,7 @@ impl Builtin<'_> {
         select: u64,
         n: u64,
         period: u64,
-    ) -> Result<Vec<ValidationRow>, MeasurementError> {
+    ) -> Result<Vec<ValidationRow>, VmMeasurementError> {
         let job = MeasurementJob {
             period,
             ..MeasurementJob::new("spin", n)
@@ -115,7 +115,7 @@ impl Builtin<'_> {
         n: u64,
         period: u64,
         symbols: &Symbols,
-    ) -> Result<Vec<ValidationRow>, MeasurementError> {
+    ) -> Result<Vec<ValidationRow>, VmMeasurementError> {
         let row = ValidationRow::new(
             ValidationCheckKind::Sampling,
             "cycles",
@@ -193,7 +193,7 @@ struct PmiTotals {
     held_ns: u64,
 }
 
-fn held_pmis(guest: &mut MeasuringGuest) -> Result<PmiTotals, MeasurementError> {
+fn held_pmis(guest: &mut MeasuringGuest) -> Result<PmiTotals, VmMeasurementError> {
     let vcpus = guest.vm.client()?.call(request::Counts)?;
     Ok(vcpus.iter().fold(PmiTotals::default(), |sum, vcpu| PmiTotals {
         all: sum.all + vcpu.pmi_nmi + vcpu.pmi_vector + vcpu.pmi_withdrawn,

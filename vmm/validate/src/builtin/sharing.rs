@@ -5,7 +5,7 @@ use perf_core::estimate::CountEstimator;
 use vpmu::ArchEvent;
 
 use super::{BOTH, Builtin, CPU_TIME, GuestCounterId, judged, selector};
-use crate::child::{MeasurementError, SHARE_POLICIES};
+use crate::child::{SHARE_POLICIES, VmMeasurementError};
 use crate::guest::{MeasurementJob, MeasuringGuest, OperatorEventConfig};
 use crate::judge::{CountComparison, ExpectedCount, Tolerance, whole};
 use crate::measure::measure_row;
@@ -107,7 +107,7 @@ impl Builtin<'_> {
         guest: &mut MeasuringGuest,
         backing: &'static str,
         rows: &mut ValidationRowCollector<'_>,
-    ) -> Result<(), MeasurementError> {
+    ) -> Result<(), VmMeasurementError> {
         let Some(select) = selector(ArchEvent::CoreCycles, guest.hello.amd) else {
             return Ok(());
         };
@@ -122,7 +122,7 @@ impl Builtin<'_> {
         backing: &'static str,
         select: u64,
         n: u64,
-    ) -> Result<ValidationRow, MeasurementError> {
+    ) -> Result<ValidationRow, VmMeasurementError> {
         let counters = usize::from(u8::try_from(guest.hello.gp.min(8)).unwrap_or(8));
         let mut turns = MultiplexedEvents::new(counters, counters + EXTRA);
         for turn in 0..TURNS {
@@ -165,7 +165,7 @@ impl Builtin<'_> {
         guest: &mut MeasuringGuest,
         backing: &'static str,
         rows: &mut ValidationRowCollector<'_>,
-    ) -> Result<(), MeasurementError> {
+    ) -> Result<(), VmMeasurementError> {
         let Some(select) = selector(ArchEvent::CoreCycles, guest.hello.amd) else {
             return Ok(());
         };
@@ -185,7 +185,7 @@ impl Builtin<'_> {
         select: u64,
         n: u64,
         policy: &str,
-    ) -> Result<ValidationRow, MeasurementError> {
+    ) -> Result<ValidationRow, VmMeasurementError> {
         let name = format!("--share {policy}");
         let row = ValidationRow::new(ValidationCheckKind::Contention, "cycles", backing, name);
         let counters = u64::from(guest.hello.gp.min(8));

@@ -5,7 +5,7 @@ use vpmu::ArchEvent;
 use super::{
     BOTH, Builtin, CPU_TIME, GuestCounterId, evidence, judged, known, on_host_pmu, selector, unbacked,
 };
-use crate::child::MeasurementError;
+use crate::child::VmMeasurementError;
 use crate::guest::{Measurement, MeasurementJob, MeasuringGuest, OS, OperatorEventConfig, USR};
 use crate::judge::{ExpectedCount, Tolerance, whole};
 use crate::measure::measure_row;
@@ -30,7 +30,7 @@ impl Builtin<'_> {
         guest: &mut MeasuringGuest,
         backing: &'static str,
         rows: &mut ValidationRowCollector<'_>,
-    ) -> Result<(), MeasurementError> {
+    ) -> Result<(), VmMeasurementError> {
         let amd = guest.hello.amd;
         for event in ArchEvent::ALL {
             let Some(select) = selector(event, amd) else {
@@ -124,7 +124,7 @@ impl Builtin<'_> {
         work: &'static str,
         cpl: u32,
         n: u64,
-    ) -> Result<ValidationRow, MeasurementError> {
+    ) -> Result<ValidationRow, VmMeasurementError> {
         let name = match work {
             "to-user" => "CPL0 to 3 and back".to_owned(),
             "faults" => "faults at CPL0".to_owned(),
@@ -144,7 +144,7 @@ impl Builtin<'_> {
         job: &MeasurementJob,
         (backing, event): (&'static str, ArchEvent),
         (cpu, counter): (usize, GuestCounterId),
-    ) -> Result<ValidationRow, MeasurementError> {
+    ) -> Result<ValidationRow, VmMeasurementError> {
         let operator = on_host_pmu(backing).then_some(OperatorEventConfig::counting(event.name()));
         let outcome = guest.measure(job, operator)?;
         Ok(
@@ -161,7 +161,7 @@ impl Builtin<'_> {
         guest: &mut MeasuringGuest,
         backing: &'static str,
         rows: &mut ValidationRowCollector<'_>,
-    ) -> Result<(), MeasurementError> {
+    ) -> Result<(), VmMeasurementError> {
         let n = self.amount(guest, "busy", 3, LENGTH_MS)?;
         for (index, event) in [
             (1, ArchEvent::CoreCycles),
@@ -192,7 +192,7 @@ impl Builtin<'_> {
         guest: &mut MeasuringGuest,
         backing: &'static str,
         select: u64,
-    ) -> Result<ValidationRow, MeasurementError> {
+    ) -> Result<ValidationRow, VmMeasurementError> {
         let row = ValidationRow::new(
             ValidationCheckKind::Counting,
             "cycles",
@@ -216,7 +216,7 @@ impl Builtin<'_> {
         select: u64,
         cpl: u32,
         n: u64,
-    ) -> Result<ValidationRow, MeasurementError> {
+    ) -> Result<ValidationRow, VmMeasurementError> {
         let name = format!("busy, CPL{cpl}");
         let row = ValidationRow::new(ValidationCheckKind::Counting, "cycles:u", backing, name);
         let job = MeasurementJob::new("busy", n)
@@ -254,7 +254,7 @@ impl Builtin<'_> {
         guest: &mut MeasuringGuest,
         backing: &'static str,
         rows: &mut ValidationRowCollector<'_>,
-    ) -> Result<(), MeasurementError> {
+    ) -> Result<(), VmMeasurementError> {
         let event = ArchEvent::CoreCycles;
         let Some(select) = selector(event, guest.hello.amd) else {
             return Ok(());
@@ -285,7 +285,7 @@ impl Builtin<'_> {
 /// AMD's encodings to the host's PMU unchanged, even if perf has no name for the event. 120H/01H is
 /// not perf's ref-cycles on AMD hosts, but counts on processors that support it (Zen 4 and later,
 /// or a virtual PMU of Perfvisor on a nested host). If the counter counts, its count is judged.
-fn moves(guest: &mut MeasuringGuest, select: u64) -> Result<bool, MeasurementError> {
+fn moves(guest: &mut MeasuringGuest, select: u64) -> Result<bool, VmMeasurementError> {
     let outcome = guest.measure(&MeasurementJob::new("busy", 500).counter(select | BOTH), None)?;
     Ok(outcome
         .cpus

@@ -126,7 +126,7 @@ fn last_messages_are_kept() {
 /// guest's last lines.
 #[test]
 fn end_error_shows_last_messages_and_lines() {
-    let ended = MeasurementError::Ended {
+    let ended = VmMeasurementError::Ended {
         status: 2,
         doing: "it was started".into(),
         messages: vec!["perfvisor: warn: x".into(), "perfvisor: error: no KVM".into()],
@@ -160,7 +160,7 @@ fn early_end_error_shows_reason() {
     let mut vm = scripted("echo booting; echo 'perfvisor: error: no /dev/kvm' >&2; exit 2");
     // The messages are not checked, because another thread reads them and may not have finished.
     let error = vm.wait_for(LONG, "it was booted", |_| None::<()>).unwrap_err();
-    let MeasurementError::Ended {
+    let VmMeasurementError::Ended {
         status,
         doing,
         console,
@@ -183,7 +183,7 @@ fn killed_vm_is_not_successful() {
     let vm = scripted("read line; kill -9 $$");
     let error = vm.end(LONG).unwrap_err();
     assert!(
-        matches!(error, MeasurementError::Ended { status: -1, .. }),
+        matches!(error, VmMeasurementError::Ended { status: -1, .. }),
         "{error}"
     );
 }
@@ -200,7 +200,7 @@ fn nonzero_exit_status_is_error() {
     ends(0).unwrap();
     let error = ends(3).unwrap_err();
     assert!(
-        matches!(error, MeasurementError::Ended { status: 3, .. }),
+        matches!(error, VmMeasurementError::Ended { status: 3, .. }),
         "{error}"
     );
 }
@@ -212,7 +212,7 @@ fn vm_is_killed_after_end_timeout() {
     let pid = vm.child.id();
     let error = vm.end(Duration::from_millis(50)).unwrap_err();
     assert!(
-        matches!(error, MeasurementError::Silent(_, ref doing) if doing == "it was told to end"),
+        matches!(error, VmMeasurementError::Silent(_, ref doing) if doing == "it was told to end"),
         "{error}"
     );
     assert!(
@@ -228,7 +228,7 @@ fn silent_guest_times_out() {
     let error = vm.wait_for(Duration::from_millis(300), "it was to say two", |line| {
         (line == "two").then_some(())
     });
-    let Err(MeasurementError::Silent(_, doing)) = error else {
+    let Err(VmMeasurementError::Silent(_, doing)) = error else {
         panic!("{error:?}");
     };
     assert_eq!(doing, "it was to say two");
@@ -240,10 +240,10 @@ fn interrupt_is_not_a_vm_error() {
     let stop: StopRequestedCheck = Arc::new(|| true);
     let mut vm = scripted_until("exec sleep 600", &stop);
     let error = vm.wait_for(LONG, "it was booted", |_| None::<()>).unwrap_err();
-    assert!(matches!(error, MeasurementError::Interrupted), "{error}");
+    assert!(matches!(error, VmMeasurementError::Interrupted), "{error}");
     let mut vm = scripted_until("exit 1", &stop);
     let error = vm.ended("it was booted");
-    assert!(matches!(error, MeasurementError::Interrupted), "{error}");
+    assert!(matches!(error, VmMeasurementError::Interrupted), "{error}");
 }
 
 /// Typing to a VM that has exited returns the error for its exit and not EPIPE.
@@ -260,7 +260,7 @@ fn typing_to_ended_vm_reports_end() {
         }
     };
     assert!(
-        matches!(error, MeasurementError::Ended { status: 4, .. }),
+        matches!(error, VmMeasurementError::Ended { status: 4, .. }),
         "{error}"
     );
 }
@@ -270,7 +270,7 @@ fn typing_to_ended_vm_reports_end() {
 fn end_error_truncates_console_lines() {
     let mut vm = scripted("for i in 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15; do printf \"$i%0999d\\n\" 0; done");
     let error = vm.wait_for(LONG, "it was booted", |_| None::<()>).unwrap_err();
-    let MeasurementError::Ended { console, .. } = error else {
+    let VmMeasurementError::Ended { console, .. } = error else {
         panic!("{error}");
     };
     assert_eq!(console.len(), MAX_LAST_LINES);
@@ -308,7 +308,7 @@ fn thread_that_has_gone_has_no_facts() {
     assert_eq!(vm.wait(LONG), Some(0));
     let error = vm.facts().unwrap_err();
     assert!(
-        matches!(error, MeasurementError::Io("reading /proc", _)),
+        matches!(error, VmMeasurementError::Io("reading /proc", _)),
         "{error}"
     );
 }
@@ -346,6 +346,6 @@ fn refused_or_malformed_view_is_error() {
     let mut vm = scripted("exec sleep 600").answered(|_| Ok(json!({ "generation": "seven" })));
     assert!(matches!(
         vm.views().unwrap_err(),
-        MeasurementError::Client(ClientError::Reply("fields"))
+        VmMeasurementError::Client(ClientError::Reply("fields"))
     ));
 }

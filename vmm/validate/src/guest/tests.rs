@@ -39,7 +39,7 @@ pub(crate) fn script(hello: &Value, results: &[(&str, Value)]) -> String {
 }
 
 /// Starts a VM simulated by `script`, in which the host's view of the counters is always `host`.
-fn viewed(script: &str, host: Vec<u64>) -> Result<MeasuringGuest, MeasurementError> {
+fn viewed(script: &str, host: Vec<u64>) -> Result<MeasuringGuest, VmMeasurementError> {
     let vm = scripted(script).answered(move |call| match call {
         Call::GuestView => Ok(json!({ "generation": 1 })),
         Call::GuestViewResult { .. } => Ok(views(std::slice::from_ref(&host))),
@@ -99,7 +99,7 @@ fn malformed_greeting_is_ignored() {
             .err()
             .unwrap();
         assert!(
-            matches!(error, MeasurementError::Ended { status: 0, .. }),
+            matches!(error, VmMeasurementError::Ended { status: 0, .. }),
             "{wrong}: {error}"
         );
     }
@@ -139,7 +139,7 @@ fn result_with_wrong_cpu_count_is_rejected() {
         let mut guest = measuring(&hello(2), &[("*", result)], vec![0]);
         let error = guest.measure(&MeasurementJob::new("busy", 5), None).unwrap_err();
         assert!(
-            matches!(error, MeasurementError::Answer(ref said) if said.contains("work=busy")),
+            matches!(error, VmMeasurementError::Answer(ref said) if said.contains("work=busy")),
             "{error}"
         );
     }
@@ -156,7 +156,7 @@ fn skipped_step_is_error() {
         let script = format!("echo '{}'; read -r line; {steps}; read -r line", hello(2));
         let mut guest = viewed(&script, vec![0]).unwrap();
         let error = guest.measure(&MeasurementJob::new("busy", 5), None).unwrap_err();
-        assert!(matches!(error, MeasurementError::Answer(_)), "{steps}: {error}");
+        assert!(matches!(error, VmMeasurementError::Answer(_)), "{steps}: {error}");
     }
 }
 

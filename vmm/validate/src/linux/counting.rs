@@ -2,7 +2,7 @@
 
 use super::{CommandResult, Count, Linux, LinuxGuest, counts, perf_stat, perf_stat_of};
 use crate::builtin::on_host_pmu;
-use crate::child::{MeasurementError, SHARE_POLICIES};
+use crate::child::{SHARE_POLICIES, VmMeasurementError};
 use crate::guest::OperatorEventConfig;
 use crate::judge::{CountComparison, ExpectedCount, Tolerance, Verdict, judge_unbacked, whole};
 use crate::measure::{measure_row, measure_rows};
@@ -51,7 +51,7 @@ impl Linux<'_> {
         backing: &'static str,
         amd: bool,
         rows: &mut ValidationRowCollector<'_>,
-    ) -> Result<(), MeasurementError> {
+    ) -> Result<(), VmMeasurementError> {
         for (program, name) in [
             ("spin 1.5", "busy loop"),
             ("chase 2", "pointer chase"),
@@ -95,7 +95,7 @@ impl Linux<'_> {
         event: &str,
         program: &str,
         name: &str,
-    ) -> Result<ValidationRow, MeasurementError> {
+    ) -> Result<ValidationRow, VmMeasurementError> {
         let row = ValidationRow::new(ValidationCheckKind::Counting, event, backing, name);
         let command = perf_stat(&format!("-a -e {event}"), program);
         let done = guest.run("count", &command, Some(OperatorEventConfig::counting(event)))?;
@@ -124,7 +124,11 @@ impl Linux<'_> {
         Ok(with_share(row.with_verdict(&seen, basis), count))
     }
 
-    fn idle(&self, guest: &mut LinuxGuest, backing: &'static str) -> Result<ValidationRow, MeasurementError> {
+    fn idle(
+        &self,
+        guest: &mut LinuxGuest,
+        backing: &'static str,
+    ) -> Result<ValidationRow, VmMeasurementError> {
         let row = ValidationRow::new(
             ValidationCheckKind::Counting,
             "cycles",
@@ -156,7 +160,7 @@ impl Linux<'_> {
         guest: &mut LinuxGuest,
         backing: &'static str,
         rows: &mut ValidationRowCollector<'_>,
-    ) -> Result<(), MeasurementError> {
+    ) -> Result<(), VmMeasurementError> {
         let events = [
             "instructions",
             "branches",
@@ -220,7 +224,7 @@ impl Linux<'_> {
         guest: &mut LinuxGuest,
         backing: &'static str,
         rows: &mut ValidationRowCollector<'_>,
-    ) -> Result<(), MeasurementError> {
+    ) -> Result<(), VmMeasurementError> {
         let tickless = guest
             .run("tickless", "cat /sys/devices/system/cpu/nohz_full", None)?
             .text
@@ -259,7 +263,7 @@ impl Linux<'_> {
         guest: &mut LinuxGuest,
         backing: &'static str,
         rows: &mut ValidationRowCollector<'_>,
-    ) -> Result<(), MeasurementError> {
+    ) -> Result<(), VmMeasurementError> {
         rows.extend(measure_rows(|| {
             let mut batch = Vec::new();
             let command = perf_stat("-a -A -e cycles", "threads 2 4");
@@ -299,7 +303,7 @@ impl Linux<'_> {
         guest: &mut LinuxGuest,
         backing: &'static str,
         rows: &mut ValidationRowCollector<'_>,
-    ) -> Result<(), MeasurementError> {
+    ) -> Result<(), VmMeasurementError> {
         rows.push(measure_row(|| self.scaled(guest, backing))?);
         for policy in SHARE_POLICIES {
             guest.vm.share(policy)?;
@@ -313,7 +317,7 @@ impl Linux<'_> {
         &self,
         guest: &mut LinuxGuest,
         backing: &'static str,
-    ) -> Result<ValidationRow, MeasurementError> {
+    ) -> Result<ValidationRow, VmMeasurementError> {
         let name = format!("{TOO_MANY} events, {TURN_MS} ms turns, worst");
         let row = ValidationRow::new(ValidationCheckKind::Multiplexing, "cycles", backing, name);
         let events = ["cycles"; TOO_MANY].join(",");
@@ -359,7 +363,7 @@ impl Linux<'_> {
         guest: &mut LinuxGuest,
         backing: &'static str,
         policy: &str,
-    ) -> Result<ValidationRow, MeasurementError> {
+    ) -> Result<ValidationRow, VmMeasurementError> {
         let name = format!("--share {policy}");
         let row = ValidationRow::new(ValidationCheckKind::Contention, "cycles", backing, name);
         let command = perf_stat("-a -e cycles", "spin 1.5");
@@ -399,8 +403,8 @@ impl Linux<'_> {
         &self,
         guest: &mut LinuxGuest,
         rows: &mut ValidationRowCollector<'_>,
-    ) -> Result<(), MeasurementError> {
-        let mut run = |rounds: u64| -> Result<Vec<Count>, MeasurementError> {
+    ) -> Result<(), VmMeasurementError> {
+        let mut run = |rounds: u64| -> Result<Vec<Count>, VmMeasurementError> {
             let command = format!("perf stat -x, -e instructions:u,branches:u known {rounds}");
             let CommandResult { text, .. } = guest.run("exact", &command, None)?;
             Ok(counts(&text))

@@ -2,7 +2,7 @@
 
 use super::{Linux, LinuxGuest};
 use crate::builtin::share;
-use crate::child::MeasurementError;
+use crate::child::VmMeasurementError;
 use crate::guest::OperatorEventConfig;
 use crate::judge::{CountComparison, ExpectedCount, Tolerance};
 use crate::measure::measure_rows;
@@ -20,7 +20,7 @@ impl Linux<'_> {
         guest: &mut LinuxGuest,
         backing: &'static str,
         rows: &mut ValidationRowCollector<'_>,
-    ) -> Result<(), MeasurementError> {
+    ) -> Result<(), VmMeasurementError> {
         let period = self.host.tsc_hz / SAMPLES_PER_SECOND;
         rows.extend(measure_rows(|| Self::recorded(guest, backing, period))?);
         Ok(())
@@ -31,7 +31,7 @@ impl Linux<'_> {
         guest: &mut LinuxGuest,
         backing: &'static str,
         period: u64,
-    ) -> Result<Vec<ValidationRow>, MeasurementError> {
+    ) -> Result<Vec<ValidationRow>, VmMeasurementError> {
         let row = ValidationRow::new(
             ValidationCheckKind::Sampling,
             "cycles",

@@ -107,7 +107,7 @@ impl ScriptedValues {
             &Linux<'_>,
             &mut LinuxGuest,
             &mut ValidationRowCollector<'_>,
-        ) -> Result<(), MeasurementError>,
+        ) -> Result<(), VmMeasurementError>,
     ) -> Vec<ValidationRow> {
         self.seen(host, |linux, guest| {
             let mut on_row = |_: &ValidationRow| ();
@@ -121,7 +121,7 @@ impl ScriptedValues {
     pub fn seen<T>(
         &self,
         host: &HostProperties,
-        look: impl FnOnce(&Linux<'_>, &mut LinuxGuest) -> Result<T, MeasurementError>,
+        look: impl FnOnce(&Linux<'_>, &mut LinuxGuest) -> Result<T, VmMeasurementError>,
     ) -> T {
         let (options, signals) = (options(), never_stop());
         let files = LinuxFiles {
@@ -147,7 +147,7 @@ pub(super) fn perf_line(event: &str, value: u64) -> String {
 }
 
 /// Runs one command in a simulated guest whose shell executes `script`, and returns the result.
-fn run_script(script: &str) -> Result<CommandResult, MeasurementError> {
+fn run_script(script: &str) -> Result<CommandResult, VmMeasurementError> {
     let vm = scripted(&format!("read -r line; {script}; read -r line"));
     LinuxGuest { vm }.run("x", "command", None)
 }
@@ -185,7 +185,7 @@ fn command_output_is_bounded() {
 fn gate_end_before_begin_is_error() {
     let error = run_script("echo '@@pv begin x'; echo '@@pv gate end cpu_ns=5'").unwrap_err();
     assert!(
-        matches!(error, MeasurementError::Answer(ref line) if line.contains("gate end")),
+        matches!(error, VmMeasurementError::Answer(ref line) if line.contains("gate end")),
         "{error}"
     );
 }

@@ -30,7 +30,7 @@ use vm_memory::{Bytes, GuestAddress};
 pub use acpi::SCI_IRQ;
 pub use error::BootError;
 pub(crate) use regs::configure_bsp;
-pub use regs::{BootEntryState, configure_local_apic};
+pub use regs::{BootProcessorState, configure_local_apic};
 
 use crate::kvm::vcpu_fd::VcpuFd;
 use crate::memory::{EBDA_START, GuestRam, HIGH_RAM_START};
@@ -167,7 +167,7 @@ pub struct LoadedGuest {
     /// Format of the loaded kernel image.
     pub kind: KernelFormat,
     /// Processor mode and registers in which the boot processor enters the kernel.
-    pub entry: BootEntryState,
+    pub entry: BootProcessorState,
     /// Guest-physical range of the kernel's segments.
     pub kernel: Range<u64>,
     /// Guest-physical range of the initrd.
@@ -582,7 +582,7 @@ fn load_elf(
     let entry = match pvh_entry {
         Some(eip) => {
             pvh::write_start_info(ram, request.cmdline, initrd.as_ref())?;
-            BootEntryState::Protected32 {
+            BootProcessorState::Protected32 {
                 eip,
                 eax: 0,
                 ebx: layout::PVH_START_INFO as u32,
@@ -590,7 +590,7 @@ fn load_elf(
         }
         None => {
             linux::write_boot_params(ram, request.cmdline, initrd.as_ref(), bzimage)?;
-            BootEntryState::Long64 {
+            BootProcessorState::Long64 {
                 rip: entry_point(name, image.entry, &image.segments)?,
                 rsi: layout::ZERO_PAGE,
                 cr3: layout::PML4,
@@ -740,7 +740,7 @@ fn load_multiboot(
         &cmdline,
         initrd.as_ref().map(|r| (r, module_name.as_str())),
     )?;
-    let entry = BootEntryState::Protected32 {
+    let entry = BootProcessorState::Protected32 {
         eip,
         eax: multiboot::ENTRY_MAGIC,
         ebx: places.info as u32,

@@ -10,7 +10,7 @@ use crate::memory::GuestRam;
 
 /// Initial execution state of the boot processor.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum BootEntryState {
+pub enum BootProcessorState {
     /// 64-bit mode with paging, for Linux. The first 4 GiB are identity-mapped.
     Long64 {
         /// Guest-physical entry point below 4 GiB.
@@ -64,10 +64,10 @@ const CODE_32: u64 = 0x00CF_9B00_0000_FFFF;
 const DATA: u64 = 0x00CF_9300_0000_FFFF;
 const TASK: u64 = 0x0000_8B00_0000_0067;
 
-fn gdt(entry: &BootEntryState) -> [u64; 5] {
+fn gdt(entry: &BootProcessorState) -> [u64; 5] {
     let code = match entry {
-        BootEntryState::Long64 { .. } => CODE_64,
-        BootEntryState::Protected32 { .. } => CODE_32,
+        BootProcessorState::Long64 { .. } => CODE_64,
+        BootProcessorState::Protected32 { .. } => CODE_32,
     };
     [0, 0, code, DATA, TASK]
 }
@@ -99,7 +99,7 @@ fn segment(descriptor: u64, selector: u16) -> kvm_segment {
 }
 
 /// Writes the boot processor's GDT and, for 64-bit entry, its page tables to guest memory.
-pub(crate) fn write_tables(ram: &GuestRam, entry: &BootEntryState) -> Result<(), BootError> {
+pub(crate) fn write_tables(ram: &GuestRam, entry: &BootProcessorState) -> Result<(), BootError> {
     let put = |what: &'static str, address: u64, values: &[u64]| {
         let bytes: Vec<u8> = values.iter().flat_map(|v| v.to_le_bytes()).collect();
         ram.memory()
@@ -107,7 +107,7 @@ pub(crate) fn write_tables(ram: &GuestRam, entry: &BootEntryState) -> Result<(),
             .map_err(|e| BootError::memory(what, address, e))
     };
     put("the descriptor table", layout::GDT, &gdt(entry))?;
-    if let BootEntryState::Long64 { .. } = entry {
+    if let BootProcessorState::Long64 { .. } = entry {
         put("page tables", layout::PML4, &[layout::PDPT | PRESENT_WRITABLE])?;
         let directories: Vec<u64> = (0..4)
             .map(|i| (layout::PAGE_DIRECTORIES + i * 4096) | PRESENT_WRITABLE)
@@ -124,7 +124,7 @@ pub(crate) fn write_tables(ram: &GuestRam, entry: &BootEntryState) -> Result<(),
 /// Sets the general-purpose, segment, control and FPU registers of the boot processor. The vCPU's
 /// CPUID table must be set before this call.
 #[expect(clippy::cast_possible_truncation, reason = "a table of a few entries")]
-pub(crate) fn configure_bsp(entry: &BootEntryState, vcpu: &VcpuFd) -> Result<(), BootError> {
+pub(crate) fn configure_bsp(entry: &BootProcessorState, vcpu: &VcpuFd) -> Result<(), BootError> {
     let refused = |what| move |source| BootError::VcpuState { what, source };
     let table = gdt(entry);
     let mut sregs = vcpu.get_sregs().map_err(refused("segment registers"))?;
@@ -147,7 +147,7 @@ pub(crate) fn configure_bsp(entry: &BootEntryState, vcpu: &VcpuFd) -> Result<(),
         ..Default::default()
     };
     match *entry {
-        BootEntryState::Long64 { rip, rsi, cr3 } => {
+        BootProcessorState::Long64 { rip, rsi, cr3 } => {
             sregs.cr0 = CR0_PE | CR0_ET | CR0_NE | CR0_PG;
             sregs.cr3 = cr3;
             sregs.cr4 = CR4_PAE;
@@ -157,7 +157,7 @@ pub(crate) fn configure_bsp(entry: &BootEntryState, vcpu: &VcpuFd) -> Result<(),
             regs.rsp = layout::BOOT_STACK;
             regs.rbp = layout::BOOT_STACK;
         }
-        BootEntryState::Protected32 { eip, eax, ebx } => {
+        BootProcessorState::Protected32 { eip, eax, ebx } => {
             sregs.cr0 = CR0_PE | CR0_ET;
             sregs.cr3 = 0;
             sregs.cr4 = 0;
@@ -223,7 +223,7 @@ mod tests {
     #[test]
     fn page_tables_identity_map_four_gib() {
         let ram = GuestRam::new(16 << 20).unwrap();
-        let entry = BootEntryState::Long64 {
+        let entry = BootProcessorState::Long64 {
             rip: 0x10_0000,
             rsi: layout::ZERO_PAGE,
             cr3: layout::PML4,

@@ -7,8 +7,8 @@ use std::sync::Arc;
 use perf_core::pmu::{PmuError, VcpuId, host};
 use perf_core::ring::Ring;
 use perf_core::{
-    Attr, EventControlScope, EventHandle, EventOpenTarget, OpenFlags, PerfEventOpenError, Session,
-    SessionRole, VcpuReading, error_line,
+    Attr, EventHandle, EventOpenTarget, EventOrGroup, OpenFlags, PerfEventOpenError, Session, SessionRole,
+    VcpuReading, error_line,
 };
 
 use super::events::{OperatorEvent, operator_event};
@@ -275,7 +275,7 @@ impl ControlClientEvents {
             for event in &self.events[before..] {
                 event
                     .handle
-                    .enable(EventControlScope::Event)
+                    .enable(EventOrGroup::Event)
                     .or_else(|e| fail(RequestErrorKind::Internal, error_line(&e)))?;
                 if let Some(ring) = &event.ring
                     && let Err(e) = ring.sampling.sampler.set_enabled(true)

@@ -14,8 +14,8 @@ use serde::Serialize;
 use vpmu::cpuid::LEAF_ARCH_PERFMON;
 use vpmu::registers::IA32_PERF_CAPABILITIES;
 use vpmu::{
-    ArchEventSet, CounterNumbers, CpuidRegs, HostPmuProperties, PmuGeneration, PmuModel, PmuModelError,
-    PmuModelName, Vendor,
+    ArchEventSet, CpuidRegs, HostPmuProperties, PmuGeneration, PmuModel, PmuModelError, PmuModelName,
+    RequestedCounters, Vendor,
 };
 
 use super::call::KvmIoctlError;
@@ -232,14 +232,14 @@ impl KvmPmuCapabilities {
     pub fn model(
         &self,
         name: PmuModelName,
-        counters: Option<CounterNumbers>,
+        counters: Option<RequestedCounters>,
         width: Option<u32>,
     ) -> Result<PmuModel, KvmVpmuModelError> {
         let offered = &self.pmu;
         let (generation, default, bits) = match (offered.generation, name) {
             (PmuGeneration::Intel(version), PmuModelName::Auto) => (
                 PmuGeneration::Intel(version.min(2)),
-                CounterNumbers {
+                RequestedCounters {
                     general: offered.general.min(4),
                     fixed: Some(offered.fixed_bitmap.trailing_ones().min(3)).filter(|_| version >= 2),
                 },
@@ -253,7 +253,7 @@ impl KvmPmuCapabilities {
                 let intel = matches!(generation, PmuGeneration::Intel(_));
                 (
                     generation,
-                    CounterNumbers {
+                    RequestedCounters {
                         general: match generation {
                             PmuGeneration::Intel(_) => offered.general.min(8),
                             PmuGeneration::AmdCore => 6,
@@ -276,7 +276,7 @@ impl KvmPmuCapabilities {
         if name == PmuModelName::Host && (counters.is_some() || width.is_some()) {
             return Err(PmuModelError::NotAdjustable("host").into());
         }
-        let numbers = counters.map_or(default, |asked| CounterNumbers {
+        let numbers = counters.map_or(default, |asked| RequestedCounters {
             fixed: asked.fixed.or(default.fixed),
             ..asked
         });

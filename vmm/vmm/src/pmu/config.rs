@@ -45,13 +45,13 @@ pub struct PmuConfig {
     /// Initial multiplexing interval for [`MuxPolicy::Adaptive`]; `None` for the default.
     pub turn: Option<Duration>,
     /// Resource limits of operators.
-    pub limits: OperatorLimits,
+    pub limits: OperatorResourceLimits,
 }
 
 /// Resource limits of the operators of a VM. `None` selects the default of
 /// [`PerfCoreConfig::default`].
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct OperatorLimits {
+pub struct OperatorResourceLimits {
     /// Maximum sampling frequency of one event, in samples per second.
     pub sample_rate_hz: Option<u64>,
     /// Maximum ring buffer memory of a user other than root, in bytes.
@@ -78,7 +78,7 @@ impl PmuConfig {
             share: SharePolicy::default(),
             mux: MuxPolicy::default(),
             turn: None,
-            limits: OperatorLimits::default(),
+            limits: OperatorResourceLimits::default(),
         }
     }
 

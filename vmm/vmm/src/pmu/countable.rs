@@ -131,7 +131,7 @@ impl KernelEventSupport for CountableKernelEvents {
 mod tests {
     use super::*;
     use perf_core::pmu::host::{GenericEvent, HostCounters};
-    use vpmu::{CounterNumbers, PmuGeneration};
+    use vpmu::{PmuGeneration, RequestedCounters};
 
     /// Returns a host whose PMU can open the generic events `opens`. If `opens` is empty, the host
     /// has no PMU.
@@ -273,7 +273,7 @@ mod tests {
             (PmuGeneration::Intel(2), Some(2), false),
             (PmuGeneration::Intel(2), Some(3), true),
         ] {
-            let numbers = fixed.map(|fixed| CounterNumbers {
+            let numbers = fixed.map(|fixed| RequestedCounters {
                 general: 4,
                 fixed: Some(fixed),
             });

@@ -130,7 +130,7 @@ pub fn fixed(counters: &HostCounters) -> String {
 mod tests {
     use super::*;
     use perf_core::pmu::host::{FixedCounter, GenericEvent};
-    use vpmu::{ArchEventSet, CounterNumbers, HostPmuProperties, PmuGeneration};
+    use vpmu::{ArchEventSet, HostPmuProperties, PmuGeneration, RequestedCounters};
 
     /// Returns a host with `general` free general-purpose counters and the fixed counters `fixed`,
     /// each with its event and whether it is free.
@@ -171,7 +171,7 @@ mod tests {
     const WATCHED: [(&str, bool); 3] = [("instructions", true), ("cycles", false), ("ref-cycles", true)];
 
     fn model(name: PmuGeneration, numbers: Option<&str>) -> PmuModel {
-        let numbers = numbers.map(|text| text.parse::<CounterNumbers>().unwrap());
+        let numbers = numbers.map(|text| text.parse::<RequestedCounters>().unwrap());
         PmuModel::new(name, numbers, None).unwrap()
     }
 

@@ -49,7 +49,7 @@ use crate::kvm::vcpu_fd::VcpuFd;
 use branches::{BranchStackCollector, BranchStackError};
 use steal::StealTimeClock;
 
-pub use config::{OperatorLimits, PmuConfig};
+pub use config::{OperatorResourceLimits, PmuConfig};
 pub use operator::{HostKernelSampling, HostKernelSamplingError};
 pub use own::KvmVpmu;
 pub use regs::{ExitRegisters, GuestSamplingContext, KernelSearchProgress, VcpuSampleCache, VcpuSampleRegs};

@@ -10,7 +10,7 @@ use arc_swap::{ArcSwapOption, Guard};
 use kvm_bindings::{Msrs, kvm_msr_entry, kvm_regs, kvm_sregs};
 use perf_core::attr::{REGS_USER_LEN, STACK_USER_MAX};
 use perf_core::branch::{BranchEntry, BranchStackConfig};
-use perf_core::record::{RecordWords, UserRegsAndStack};
+use perf_core::record::{SampleWords, UserRegsAndStack};
 use perf_core::{CpuMode, SampleRegs, error_line, guest_log};
 use sandbox::SandboxedThreadKind;
 use smallvec::SmallVec;
@@ -613,7 +613,7 @@ impl SampleRegs for VcpuSampleRegs<'_> {
         let registers = if abi == 0 { &[][..] } else { &self.memory.user_regs };
         let user = UserRegsAndStack {
             abi,
-            registers: RecordWords::List(registers),
+            registers: SampleWords::List(registers),
             stack: &self.memory.stack[..len],
         };
         (&self.memory.raw[..raw_len], user)

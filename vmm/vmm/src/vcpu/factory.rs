@@ -100,7 +100,7 @@ pub struct VcpuFactory {
     /// Pinning of vCPUs to host CPUs.
     pub pins: VcpuPinning,
     /// Initial execution state of the boot processor.
-    pub entry: boot::BootEntryState,
+    pub entry: boot::BootProcessorState,
 }
 
 impl fmt::Debug for VcpuFactory {

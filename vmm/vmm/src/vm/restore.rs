@@ -20,7 +20,7 @@ use vpmu::{ArchEventSet, CounterBacking, CounterBackingChange, CpuidRegs, EventF
 
 use super::config::VmConfig;
 use super::error::VmError;
-use crate::boot::{BootEntryState, KernelFormat, LoadedGuest};
+use crate::boot::{BootProcessorState, KernelFormat, LoadedGuest};
 use crate::devices::DeviceBus;
 use crate::devices::cpu_plug::VcpuSet;
 use crate::devices::saved::RestoreBoardError;
@@ -386,7 +386,7 @@ fn loaded_guest(saved: &SavedGuestKernel, pci: bool) -> Result<LoadedGuest, Rest
     });
     Ok(LoadedGuest {
         kind,
-        entry: BootEntryState::Protected32 {
+        entry: BootProcessorState::Protected32 {
             eip: 0,
             eax: 0,
             ebx: 0,

@@ -272,7 +272,7 @@ fn linux_uses_pvh_entry_only_on_request() {
                 return;
             };
             assert!(run.loaded.kind.is_linux(), "{}", run.loaded.kind);
-            let by_pvh = matches!(run.loaded.entry, boot::BootEntryState::Protected32 { .. });
+            let by_pvh = matches!(run.loaded.entry, boot::BootProcessorState::Protected32 { .. });
             assert_eq!(by_pvh, protocol == BootProtocol::Pvh);
             assert_eq!(
                 (run.console.as_str(), run.outcome),

@@ -18,7 +18,7 @@ use guest_profile::cfi::{
 };
 use guest_profile::export::{NO_PID, ProfileSymbol};
 use guest_profile::modules::LoadedModule;
-use guest_profile::programs::{GuestFileSource, ProgramFile};
+use guest_profile::programs::{GuestFilesystemSource, ProgramFile};
 use guest_profile::unwind::UnwindStop;
 use perf_core::error_line;
 use perf_core::record::UserRegsAndStack;
@@ -52,7 +52,7 @@ pub(super) struct ProgramCache {
     source: Option<PacedClient>,
     /// The guest's files, if the user specified their location. Unlike guest memory, the files also
     /// contain data that is not resident.
-    files: Option<GuestFileSource>,
+    files: Option<GuestFilesystemSource>,
     unwinds: bool,
     unwinder: Unwinder,
     processes: HashMap<u32, Option<ProcessMappings>>,
@@ -128,7 +128,7 @@ impl ProgramCache {
     /// use of the cache. `unwinds` enables unwind tables.
     pub(super) fn new(
         client: Result<Client, ClientError>,
-        files: Option<GuestFileSource>,
+        files: Option<GuestFilesystemSource>,
         unwinds: bool,
     ) -> Self {
         let source = match client {
@@ -349,7 +349,7 @@ impl ProgramCache {
 
 /// Loads the module of `mapping` from its file in the guest. Returns `None` if the file is
 /// unreadable, or its build ID is known to differ from that of the mapping.
-fn of_file(files: &mut GuestFileSource, mapping: &CodeMapping, unwinds: bool) -> Option<LoadedModule> {
+fn of_file(files: &mut GuestFilesystemSource, mapping: &CodeMapping, unwinds: bool) -> Option<LoadedModule> {
     mapping.base?;
     if !mapping.path.starts_with('/') || mapping.path.starts_with("//") {
         return None;

@@ -14,7 +14,7 @@ use guest_profile::export::build_id_dir::BuildIdDir;
 use guest_profile::export::perfdata::PerfDataWriter;
 use guest_profile::export::symbolize::Symbolizer;
 use guest_profile::export::{ChainFrame, KernelTextMap, NO_PID, Profile, ProfileSymbol};
-use guest_profile::programs::{GuestFileSource, GuestSymbols, ProgramFile};
+use guest_profile::programs::{GuestFilesystemSource, GuestSymbols, ProgramFile};
 use kernel_images::build_id::BuildId;
 use kernel_images::symbols::KernelSymbols;
 
@@ -238,7 +238,7 @@ impl RecordedSymbols {
 
 /// Reads the guest's program at `path` and checks its build ID, because perf uses a cached file for
 /// every guest with that build ID.
-fn program_of(files: &mut GuestFileSource, path: &str, id: BuildId) -> io::Result<Vec<u8>> {
+fn program_of(files: &mut GuestFilesystemSource, path: &str, id: BuildId) -> io::Result<Vec<u8>> {
     let bytes = files.program(path).map_err(io::Error::other)?;
     let file = ProgramFile::parse(Path::new(path), &bytes).map_err(io::Error::other)?;
     if file.build_id() != Some(id) {
