@@ -27,7 +27,7 @@ const OEM_REVISION: u32 = 1;
 /// Interrupt number of the system control interrupt (SCI), which reports ACPI events such as a
 /// press of the power button.
 pub const SCI_IRQ: u8 = 9;
-/// I/O APIC ID, the lowest ID that no local APIC uses.
+/// I/O APIC ID, the lowest ID that no local APIC can have.
 pub const IO_APIC_ID: u8 = layout::MAX_CPUS;
 
 /// MADT flag: the machine also has two 8259 PICs (5.2.12, table 5.20).
@@ -74,7 +74,7 @@ pub(crate) fn tables(cpus: VcpuCountRange, pci: bool) -> Vec<(u64, Vec<u8>)> {
 }
 
 /// Builds the DSDT, which describes the power-off sleep state, the serial port, the VM generation
-/// ID and, with CPU hot-plug, the processors.
+/// ID, the PCI bus if `pci` is set and, with CPU hot-plug, the processors.
 #[expect(clippy::cast_possible_truncation, reason = "the serial port has 8 registers")]
 fn dsdt(cpus: VcpuCountRange, pci: bool) -> Vec<u8> {
     let s5 = Name::new(

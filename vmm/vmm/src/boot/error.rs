@@ -175,7 +175,7 @@ pub enum BootError {
     GuestMemory {
         /// Name of the object that could not be written, for example `a firmware table`.
         what: &'static str,
-        /// Guest-physical address at which the write failed.
+        /// Guest-physical address of the object.
         address: u64,
         /// Error of the write to guest memory.
         source: Box<dyn std::error::Error + Send + Sync>,

@@ -14,10 +14,10 @@ use super::layout;
 use crate::memory::GuestRam;
 use kernel_images::bzimage::{SETUP_HEADER_OFFSET, SetupHeader};
 
-/// Maximum command line length in bytes, without the NUL, of a Linux kernel whose setup header
-/// gives no limit (x86 COMMAND_LINE_SIZE).
+/// Maximum command line length in bytes, without the NUL, of an ELF kernel, which has no setup
+/// header (x86 COMMAND_LINE_SIZE less the NUL).
 pub(crate) const DEFAULT_CMDLINE_BYTES: usize = 2047;
-/// Highest address that an initrd may occupy if the kernel's setup header gives no limit.
+/// Highest address that the initrd of an ELF kernel, which has no setup header, may occupy.
 pub(crate) const DEFAULT_INITRD_MAX: u32 = 0x7FFF_FFFF;
 /// Size of the setup header in boot_params, in bytes, as linux-loader defines it.
 const HEADER_MAX_BYTES: usize = 0x26C - SETUP_HEADER_OFFSET;

@@ -432,9 +432,8 @@ fn load_segments(
     Ok(first..last)
 }
 
-/// Reads the initrd into RAM within `room`. The initrd of a Linux kernel is placed as high as
-/// possible, and that of a multiboot kernel as low as possible, because multiboot kernels often map
-/// only their first megabytes.
+/// Reads the initrd into RAM within `room`: as high as possible or, if `low` is set, as low as
+/// possible. `low` is set for multiboot kernels, because they often map only their first megabytes.
 #[expect(clippy::cast_possible_truncation, reason = "x86-64 only: usize has 64 bits")]
 fn load_initrd(ram: &GuestRam, path: &Path, room: Range<u64>, low: bool) -> Result<Range<u64>, BootError> {
     let (mut file, size_bytes) = open_regular("initrd", path)?;
@@ -652,7 +651,7 @@ fn pvh_entry(name: &str, image: &ElfImage<'_>) -> Result<u32, BootError> {
 }
 
 /// Returns the executable code in `segment`, a segment that the multiboot address fields describe:
-/// the code that the ELF headers list in it, or the whole segment if they list none.
+/// the code that the ELF headers list, or the whole segment unless all of this code lies in it.
 fn code_of_segment<'a>(segment: &LoadSegment<'a>, elf: Option<&ElfImage<'a>>) -> Vec<CodeBytes<'a>> {
     let same_bytes = |code: &CodeBytes<'a>| {
         let at = code

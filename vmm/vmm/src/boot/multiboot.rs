@@ -97,7 +97,7 @@ pub(crate) fn command_line(program: Option<&str>, words: &str) -> String {
     let Some(program) = program else {
         return words.to_owned();
     };
-    // The kernel skips one word, so replace all other characters of the name.
+    // The kernel skips one word, so the name must contain only printable characters.
     let mut line: String = program
         .chars()
         .map(|c| if c.is_ascii_graphic() { c } else { '_' })

@@ -23,8 +23,8 @@ const MODULES: u64 = 0x100;
 /// Offset in bytes of the memory map from the start of start_info's page.
 const MEMORY_MAP: u64 = 0x200;
 
-/// Writes start_info, the module list and the memory map to one page. PVH has no boot_params, so
-/// this page is shared with Linux's boot_params.
+/// Writes start_info, the module list and the memory map to one page, and the command line to
+/// [`layout::CMDLINE`]. The page is that of Linux's boot_params, which PVH does not use.
 #[expect(clippy::cast_possible_truncation, reason = "a handful of ranges")]
 pub(crate) fn write_start_info(
     ram: &GuestRam,

@@ -23,7 +23,7 @@ impl ExitCountSnapshot {
     }
 }
 
-/// Watch of one client over the exits of all vCPUs, which begins at the client's first request.
+/// Watch of one client over the exits of all vCPUs, from the client's first request for exits on.
 /// Exits are counted and timed while at least one watch exists.
 #[derive(Debug)]
 pub(super) struct ExitWatch {
@@ -63,7 +63,7 @@ impl ExitWatch {
     }
 
     /// Returns the exits between the start of the watch and `taken`, for each vCPU that had any.
-    /// Resets the longest durations.
+    /// Updates the longest durations from `taken`, and resets them after the result is built.
     pub(super) fn exits_since_start(&mut self, taken: &ExitCountSnapshot) -> Vec<VcpuExits> {
         self.record_longest(taken);
         let mut told = Vec::new();

@@ -54,10 +54,10 @@ use mmds::service::MetadataService;
 use refused::ConnectionRefusal;
 use virtio_devices::balloon::control::BalloonControl;
 
-/// Maximum number of open connections.
+/// Maximum number of open operator connections.
 const MAX_CONNECTIONS: usize = 32;
-/// Maximum number of open observer connections. The limit reserves the other connections for
-/// operators.
+/// Maximum number of open observer connections. Observers are counted separately, so they cannot
+/// use up the connections of operators.
 const MAX_OBSERVERS: usize = 8;
 /// Sustained request rate limit of an operator connection, in requests per second.
 const REQUESTS_PER_SECOND: f64 = 1000.0;
@@ -162,7 +162,7 @@ impl VmControlInterface {
         }
     }
 
-    /// Kicks the vCPUs out of KVM_RUN, so that they process their pending requests.
+    /// Wakes parked vCPUs and kicks the others out of KVM_RUN, so that all process their requests.
     fn deliver(&self) {
         self.control.wake_parked();
         self.registry.kicker().kick();
@@ -623,9 +623,9 @@ impl Connection {
         }
     }
 
-    /// Stops serving the connection and closes its events. Returns `true` if replies are still
-    /// unsent. The connection then stays open until the client has read them, but a new client may
-    /// take its slot.
+    /// Stops serving the connection and closes its events. Returns `true` if at most [`MAX_UNSENT`]
+    /// bytes of replies are still unsent. The connection then stays open until the client has read
+    /// them, but a new client may take its slot.
     fn start_closing(&mut self) -> bool {
         self.ending = true;
         self.events = None;

@@ -86,8 +86,8 @@ pub enum VmEventTargets<'v> {
 #[derive(Debug)]
 struct HostRing {
     sampling: HostKernelSampling,
-    /// Sampling period, or frequency in Hz, that applies if the VMM samples the event instead of
-    /// the host kernel.
+    /// Requested sampling period, or frequency in Hz. The VMM, which also samples the event, takes
+    /// only some of these samples.
     rate: u64,
 }
 
@@ -115,7 +115,7 @@ enum EventOpenError {
 }
 
 impl ControlClientEvents {
-    /// Creates a session without events for user `uid`, on the vCPUs in `registry`.
+    /// Creates a session without events for user `uid` with role `role`, on the vCPUs in `registry`.
     pub fn new(pmu: Arc<VmPmu>, uid: u32, role: SessionRole, registry: Arc<VcpuRegistry>) -> Self {
         Self {
             session: pmu.core().session(uid, role),
@@ -208,9 +208,9 @@ impl ControlClientEvents {
         self.events.iter().map(weight).sum()
     }
 
-    /// Opens the events that were requested for every vCPU on the new vCPU `vcpu`, which the guest
-    /// does not see yet. Also creates a ring for the vCPU, and enables the events if the client has
-    /// enabled those of the other vCPUs.
+    /// Opens the events that were requested for every vCPU on the new vCPU `vcpu`, which has
+    /// entered perf-core but which the guest does not see yet. Also creates a ring for the vCPU if
+    /// the client has created rings, and enables the events if the client has enabled the others.
     pub fn open_on_new_vcpu(&mut self, vcpu: u32) {
         for event in self.events.iter_mut().filter(|e| e.vcpu == Some(vcpu)) {
             event.gone = true;
@@ -486,8 +486,8 @@ impl ControlClientEvents {
         switches.as_fd().try_clone_to_owned().map_err(|e| unsupported(&e))
     }
 
-    /// Switches the event `handle` from sampling by the host kernel to sampling by the VMM. The VMM
-    /// takes only one of every `every` samples.
+    /// Makes the VMM take one of every `every` samples of the event `handle`, which the host kernel
+    /// also samples into its own ring.
     ///
     /// # Errors
     /// Returns a [`RequestError`] if the event does not exist, it has no ring of the host kernel,
@@ -667,7 +667,7 @@ fn is_whole(group: &EventGroup) -> Result<bool, MixedGroupError> {
     Ok(first)
 }
 
-/// Returns the session role of user `uid`, which determines the limits of perf-core.
+/// Returns the session role of user `uid`, which determines permissions and limits in perf-core.
 pub(crate) fn role(uid: u32) -> SessionRole {
     if uid == 0 {
         SessionRole::Admin

@@ -19,7 +19,7 @@ const REG_C: u8 = 0x0C;
 const REG_D: u8 = 0x0D;
 /// Unit in bytes of the registers that report conventional memory and the memory above 1 MiB.
 const KIB: u64 = 1 << 10;
-/// Unit in bytes of the registers that report the memory above 16 MiB.
+/// Unit in bytes of the registers that report the memory above 16 MiB and above 4 GiB.
 const UNIT_64_KIB: u64 = 64 << 10;
 
 /// The CMOS device: memory and real-time clock.
@@ -105,7 +105,7 @@ impl Cmos {
         board.cmos = self.memory.to_vec().into();
     }
 
-    /// Restores the registers from a snapshot. Returns `false` if their values are impossible.
+    /// Restores the registers from a snapshot. Returns `false` if their number is not 128.
     pub fn restore(&mut self, board: &SavedLegacyDevices) -> bool {
         let Ok(memory) = <[u8; 128]>::try_from(board.cmos.0.as_slice()) else {
             return false;

@@ -1,6 +1,8 @@
 //! VM generation ID: 16 bytes in guest memory that change whenever the VM is restored from a
 //! snapshot (Microsoft, "Virtual Machine Generation ID"). The change tells the guest that its state
 //! may run more than once. Linux then reseeds its random number generator.
+//!
+//! The ID is at [`crate::boot::layout::GENERATION_ID`]. A reset of the guest does not change it.
 
 use std::io;
 

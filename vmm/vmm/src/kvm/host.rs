@@ -102,7 +102,7 @@ pub fn tsc_hz(kvm: &Kvm) -> Result<u64, KvmHostError> {
 }
 
 /// Creates a VM for a probe. Local APICs are in the kernel if KVM supports a split irqchip, and
-/// KVM's own vPMU is disabled.
+/// KVM's own vPMU is disabled if KVM can disable it.
 ///
 /// With the local APICs, the probe does not disturb other VMs of the host: when the first vCPU
 /// without a local APIC is created and the last one is destroyed, the kernel patches its code on

@@ -38,10 +38,10 @@ pub fn request_exit_of_current_vcpu() {
     }
 }
 
-/// Writes `value` to the field `immediate_exit` of `page`, which belongs to an [`KickableVcpu`] of
+/// Writes `value` to the field `immediate_exit` of `page`, which belongs to a [`KickableVcpu`] of
 /// this thread.
 fn write_immediate_exit(page: *mut kvm_run, value: u8) {
-    // SAFETY: `page` points into the mapping that the descriptor of an `KickableVcpu` owns.
+    // SAFETY: `page` points into the mapping that the descriptor of a `KickableVcpu` owns.
     // `ImmediateExitGuard` is dropped before the descriptor and clears `PAGE`. Neither can leave
     // this thread, because `ImmediateExitGuard` holds a raw pointer and is therefore not `Send`.
     // The write is volatile because the kernel reads the byte and a signal handler may write it.
@@ -110,6 +110,9 @@ pub struct RunResult<'v> {
 
 /// A vCPU that leaves KVM_RUN when the current thread receives a kick signal. If a thread has armed
 /// several vCPUs, signals kick only the one that was armed last.
+///
+/// [`Deref`] gives access to the calls that read and write KVM's state. There is no `DerefMut`,
+/// because replacing the descriptor would unmap the page to which the signal handler writes.
 #[derive(Debug)]
 pub struct KickableVcpu {
     // Fields are dropped in declaration order: `armed` clears the pointer before `fd` unmaps the

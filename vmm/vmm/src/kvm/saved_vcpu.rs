@@ -1,4 +1,15 @@
 //! Saves the state that KVM has for a vCPU to a snapshot, and restores it.
+//!
+//! The order of the calls matters:
+//!
+//! - The multiprocessing state is read first and the events last, because reading the
+//!   multiprocessing state may accept a pending INIT or SIPI.
+//! - The special registers are written before the local APIC, because the APIC base selects the
+//!   mode that determines its register layout, and before the general registers.
+//! - The general registers are written before the events, because KVM_SET_REGS discards a pending
+//!   exception.
+//! - The time stamp counter is the first MSR and the TSC deadline the last one. KVM drops a
+//!   deadline that is written before CPUID and LVTT announce the mode.
 
 use kvm_bindings::kvm_msr_entry;
 use kvm_ioctls::{Cap, Kvm};

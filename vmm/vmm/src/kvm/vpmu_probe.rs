@@ -1,5 +1,10 @@
 //! Probes KVM's own vPMU: whether this host offers one, and which PMU models it can present to a
 //! guest.
+//!
+//! KVM emulates its vPMU with host perf events. With Linux 7.0 and later and the right module
+//! parameter, KVM passes the hardware counters through to the guest instead (*mediated*).
+//! `KVM_GET_SUPPORTED_CPUID` describes the vPMU in the same leaves as a processor describes its
+//! PMU.
 
 use std::fs;
 use std::path::Path;
@@ -330,8 +335,8 @@ impl KvmPmuCapabilities {
 }
 
 /// Limits IA32_PERF_CAPABILITIES, which KVM initialises with all features that it supports.
-/// Full-width writes remain if the model has them; branch records and PEBS are removed. Has no
-/// effect on AMD models.
+/// Full-width writes remain if KVM supports them; branch records and PEBS are removed. Has no
+/// effect on AMD models and on version 1 of Intel's PMU.
 ///
 /// # Errors
 /// Returns an error if the KVM call fails.

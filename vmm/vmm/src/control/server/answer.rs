@@ -321,8 +321,8 @@ impl ControlServer {
         connection.events.get_or_insert_with(new)
     }
 
-    /// Returns what is known about the guest's kernel. If no search for the kernel has run yet,
-    /// starts one.
+    /// Returns what is known about the guest's kernel. Starts a search for the kernel if none has
+    /// run yet, or if the last one failed and may be repeated.
     fn kernel(&self) -> Result<RequestOutcome, RequestError> {
         let vm = &self.vm;
         let probe = vm.pmu.probe();

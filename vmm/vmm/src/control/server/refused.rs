@@ -25,7 +25,7 @@ pub(super) enum ConnectionRefusal {
     /// its connection.
     #[error("all {0} connections are in use, and this one sent no hello; it is replaced by another one")]
     MadeRoom(usize),
-    /// Accepting or registering the connection failed.
+    /// A system call that checks or registers the accepted connection failed.
     #[error("cannot serve the connection")]
     Failed(#[from] io::Error),
 }
