@@ -135,8 +135,8 @@ impl MultibootHeader {
     }
 }
 
-/// Returns the multiboot header in the file, if there is one: three aligned 32-bit words (magic,
-/// flags and checksum) whose sum is zero.
+/// Returns the multiboot header in the first 8 KiB of the file, if there is one: three aligned
+/// 32-bit words (magic, flags and checksum) whose sum is zero.
 pub(crate) fn find_header(data: &[u8]) -> Option<MultibootHeader> {
     let window = &data[..data.len().min(SEARCH_BYTES)];
     (0..window.len().saturating_sub(11))

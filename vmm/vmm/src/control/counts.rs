@@ -5,8 +5,8 @@ use perf_core::ContextStats;
 use crate::vcpu::stats::VcpuStats;
 use control_api::counts::{ContextCounts, VcpuCounts};
 
-/// Returns the run-loop statistics of vCPU `vcpu` and the sizes of its perf-core context, in the
-/// form that clients receive.
+/// Returns the run-loop statistics of vCPU `vcpu` and the statistics of its perf-core context, in
+/// the form that clients receive.
 pub(super) fn vcpu_run_counts(vcpu: u32, stats: &VcpuStats, context: Option<ContextStats>) -> VcpuCounts {
     let kinds = [
         ("rdmsr", &stats.rdmsr),

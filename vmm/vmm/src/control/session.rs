@@ -115,7 +115,8 @@ enum EventOpenError {
 }
 
 impl ControlClientEvents {
-    /// Creates a session without events for user `uid` with role `role`, on the vCPUs in `registry`.
+    /// Creates a session without events for user `uid` with role `role`. `registry` contains the
+    /// vCPUs.
     pub fn new(pmu: Arc<VmPmu>, uid: u32, role: SessionRole, registry: Arc<VcpuRegistry>) -> Self {
         Self {
             session: pmu.core().session(uid, role),

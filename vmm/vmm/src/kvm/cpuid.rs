@@ -234,10 +234,10 @@ fn hide_bus_lock_detection(entries: &mut [kvm_cpuid_entry2]) {
     }
 }
 
-/// Hides FRED and shadow stacks, which conflict with the VMM's use of guest exception handlers. With
-/// FRED, the interrupt descriptor table does not give the addresses of the handlers. With shadow
-/// stacks, the VMM cannot return from a handler by setting registers, because the handler's frame
-/// would stay on the shadow stack.
+/// Hides FRED and shadow stacks, which conflict with the VMM's use of guest exception handlers.
+/// With FRED, the interrupt descriptor table does not give the addresses of the handlers. With
+/// shadow stacks, the VMM cannot return from a handler by setting registers, because the handler's
+/// frame would stay on the shadow stack.
 fn hide_fred_and_shadow_stacks(entries: &mut [kvm_cpuid_entry2]) {
     for entry in entries {
         match (entry.function, entry.index) {
