@@ -37,7 +37,7 @@ const TRANSFER_BYTES: usize = 64 << 10;
 /// capacity (pipe(7)); needed because a surviving child process may write indefinitely.
 const MAX_FINAL_TRANSFERS: usize = 2 * (1 << 20) / TRANSFER_BYTES;
 
-/// Process group of a command. `None` after the command's process has been reaped.
+/// Process group of a command. `None` once the command has exited, before its process is reaped.
 struct ProcessGroup(Mutex<Option<Pid>>);
 
 impl ProcessGroup {

@@ -8,8 +8,8 @@ use guest_agent::wire::{FrameKind, MAX_PAYLOAD, read_frame, write_frame};
 
 /// Timeout for the host to send its request, and later to close the connection.
 pub const HOST_TIMEOUT: Duration = Duration::from_secs(10);
-/// Maximum number of frames that are read and discarded after a rejected copy. The host may have
-/// sent them before it reads the reason for the rejection.
+/// Maximum number of frames that are read and discarded before a connection is closed, so that the
+/// host receives the reason for a rejected copy. It may have sent frames before it reads the reason.
 const LINGER: usize = 64;
 
 /// Sends the reason why a request is rejected to the host.
@@ -20,8 +20,8 @@ pub fn refuse(stream: &UnixStream, why: &str) {
     let _ = write_frame(&mut stream, FrameKind::Refused, bytes);
 }
 
-/// Waits until the host has read all frames and closed the connection, with the timeout
-/// [`HOST_TIMEOUT`].
+/// Waits until the host has read all frames and closed the connection. Discards at most `LINGER`
+/// frames, and waits at most [`HOST_TIMEOUT`] for each.
 pub fn close(stream: &UnixStream) {
     let _ = stream.shutdown(Shutdown::Write);
     let _ = stream.set_read_timeout(Some(HOST_TIMEOUT));

@@ -202,8 +202,8 @@ impl FileTreeReceiver {
         made.map_err(|source| self.target(&entry.path, source))
     }
 
-    /// Opens or creates the file `path` below the target directory. `mode` applies only to a new
-    /// file.
+    /// Opens the file or directory `path` below the target directory, or creates a file with
+    /// `O_CREAT`. `mode` applies only to a new file.
     fn open(&self, path: &Path, flags: OFlag, mode: u32) -> io::Result<File> {
         let how = OpenHow::new()
             .flags(flags | OFlag::O_CLOEXEC | OFlag::O_NONBLOCK)

@@ -43,7 +43,7 @@ pub struct ExecRequest {
     pub argv: Vec<String>,
     /// Environment variables of the command, in addition to those of the agent.
     pub env: Vec<(String, String)>,
-    /// Working directory of the command, or `None` for that of the agent.
+    /// Working directory of the command, or `None` for the agent's `HOME` (`/` if unset).
     pub cwd: Option<String>,
     /// Size of the terminal on which the command runs, or `None` to run it with three pipes.
     pub terminal: Option<Terminal>,

@@ -155,7 +155,8 @@ fn directory(
     Ok(())
 }
 
-/// Sends an entry of a directory. If the entry is a subdirectory, only opens and returns it.
+/// Sends an entry of a directory. If the entry is a subdirectory, sends its header and returns it
+/// open.
 /// Returns an inner error with the reason if the entry is skipped.
 fn child(
     here: &Path,

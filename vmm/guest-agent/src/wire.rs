@@ -127,7 +127,7 @@ pub fn write_frame(out: &mut impl Write, kind: FrameKind, payload: &[u8]) -> io:
 /// Reads a frame. Returns `None` if the connection was closed between frames.
 ///
 /// # Errors
-/// Returns a [`AgentFrameError`] if the connection fails or the frame is invalid.
+/// Returns an [`AgentFrameError`] if the connection fails or the frame is invalid.
 pub fn read_frame(input: &mut impl Read) -> Result<Option<Frame>, AgentFrameError> {
     let mut header = [0; HEADER];
     loop {

@@ -25,7 +25,7 @@ pub enum ActivateError {
         #[source]
         source: io::Error,
     },
-    /// The driver requested an unsupported feature, which the string names.
+    /// The driver configured the device in an unsupported way, which the string describes.
     #[error("the driver requested an unsupported feature: {0}")]
     Driver(&'static str),
 }
@@ -137,7 +137,7 @@ pub struct ActiveQueue {
 pub struct DeviceActivation {
     /// Guest memory. The guest may modify its contents at any time.
     pub memory: GuestMemoryMmap,
-    /// Feature bits that the driver has accepted.
+    /// Feature bits that the driver has accepted, a subset of the offered bits.
     pub features: u64,
     /// The device's queues, one element per entry of [`VirtioDevice::queue_max_sizes`]. `None` for
     /// a queue that the driver has not enabled.

@@ -32,8 +32,8 @@ pub enum BalloonRequestError {
         /// Size of the guest's memory in MiB.
         memory_mib: u64,
     },
-    /// The request would enable or disable statistics, which is possible only before the driver
-    /// starts.
+    /// The request would enable or disable statistics. Only the initial configuration can do so,
+    /// because the driver negotiates statistics when it starts.
     #[error("statistics cannot be enabled or disabled after the start of the VM")]
     StatisticsStateChange,
 }

@@ -295,7 +295,8 @@ impl BalloonHandler {
         Ok(())
     }
 
-    /// Arms the statistics timer, which expires after `first` and then at the configured interval.
+    /// Arms the statistics timer, which expires after `first` or the configured interval, whichever
+    /// is shorter, and then at this interval.
     fn arm(&mut self, first: Duration) {
         let interval = Duration::from_secs(self.control.interval_s().into());
         if let Some(queue) = &mut self.statistics

@@ -63,7 +63,7 @@ impl InflatedPages {
     }
 }
 
-/// Returns the ranges of whole pages in the buffers of a reporting queue chain.
+/// Returns the ranges of whole pages in the buffers of a reporting queue chain, in chain order.
 pub fn reported_ranges(chain: GuestDescriptorChain<'_>) -> impl Iterator<Item = PageRange> {
     let buffers = chain.writable().take(MAX_CHAIN_BUFFERS);
     buffers.filter_map(|buffer| {

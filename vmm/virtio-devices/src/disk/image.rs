@@ -78,7 +78,7 @@ enum ImageStore {
 
 impl DiskImage {
     /// Opens and locks the image named in `config`. A read-only image is locked shared, a writable
-    /// one exclusively.
+    /// one exclusively unless [`DiskConfig::shared_lock`] is set.
     ///
     /// # Errors
     /// Returns a [`DiskImageError`], in which case the file is unchanged.
@@ -208,7 +208,8 @@ impl DiskImage {
         }
     }
 
-    /// Deallocates `bytes` bytes of the disk at byte offset `at`, which read as zeros afterwards.
+    /// Deallocates `bytes` bytes of the disk at byte offset `at`, which read as zeros afterwards. In
+    /// a qcow2 image, this applies only to whole clusters.
     ///
     /// # Errors
     /// Returns `Unsupported` if the image or the file system cannot deallocate space, otherwise the

@@ -106,7 +106,7 @@ pub enum VhostMode {
 /// Error returned when a network device configuration is invalid.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum NetConfigError {
-    /// The option does not start with `tap=NAME`.
+    /// The option contains no `tap=NAME`.
     #[error(
         "must be tap=NAME, optionally followed by ,mac=XX:XX:XX:XX:XX:XX, ,vhost=on|off|auto and \
          ,mmds=on|off, and by rate limits"

@@ -150,8 +150,8 @@ impl NetFrameTransmitter {
         self
     }
 
-    /// Sends the frames in the transmit queue until a limit is reached. Returns why the batch
-    /// ended, and whether the driver requested an interrupt.
+    /// Sends the frames in the transmit queue until it is empty or a limit is reached. Returns why
+    /// the batch ended, and whether the driver requested an interrupt.
     ///
     /// Frames for the metadata service go to `metadata`. Malformed frames are dropped, and so are
     /// frames that the tap device rejects or for which there is no tap device.
@@ -373,8 +373,8 @@ impl NetFrameReceiver {
     }
 
     /// Returns the first waiting buffers, which contain a frame of `count` bytes, to the driver.
-    /// The used index is updated only once, because the driver must see all buffers of a frame at
-    /// the same time.
+    /// The used index is updated only once, after all entries are written, because the driver must
+    /// see all buffers of a frame at the same time.
     fn return_frame(&mut self, memory: &GuestMemoryMmap, count: usize) -> Result<(), FrameQueueError> {
         charge(self.limiter.as_ref(), count);
         let mut used: SmallVec<[(u16, u32); 8]> = SmallVec::new();

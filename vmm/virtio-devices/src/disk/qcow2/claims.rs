@@ -110,7 +110,7 @@ pub enum Qcow2FormatError {
     /// The metadata of the image exceeds the limits of the consistency check.
     #[error("the file or its tables are too large; reduce them with qemu-img convert -o cluster_size=2M")]
     Large,
-    /// A data cluster is not completely within the file.
+    /// A referenced cluster is misaligned or starts beyond the end of the file.
     #[error("the tables refer to byte {0} beyond the end of the file; the file is truncated or damaged")]
     Outside(u64),
     /// A cluster of the image is referenced more than once.
@@ -250,7 +250,7 @@ impl Qcow2Header {
 
 /// Returns whether a file has the qcow2 magic number.
 ///
-/// The result must be used only in error messages that suggest `format=qcow2`. It is not
+/// The result must be used only in messages that suggest `format=qcow2`. It is not
 /// trustworthy, because a guest can write the magic number to its raw disk.
 pub fn has_qcow2_magic(file: &File) -> bool {
     let mut first = [0; MAGIC.len()];

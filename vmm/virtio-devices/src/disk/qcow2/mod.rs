@@ -391,7 +391,8 @@ fn room(buffer: &mut Vec<u8>, count: usize) -> &mut [u8] {
 }
 
 /// Splits a range of `bytes` bytes at offset `at` into parts that fit into the buffer. The parts
-/// end at multiples of the buffer size, so that no cluster is modified in two parts.
+/// end at multiples of the buffer size, so that no cluster of up to this size is modified in two
+/// parts.
 fn split_range(mut at: u64, bytes: u64) -> impl Iterator<Item = (u64, usize)> {
     let end = at.saturating_add(bytes);
     std::iter::from_fn(move || {
