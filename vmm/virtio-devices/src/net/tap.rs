@@ -237,7 +237,7 @@ impl<'m> IoVecList<'m> {
         }
     }
 
-    /// Adds a segment of guest memory. Returns `false` if the address is not guest memory or if
+    /// Adds a segment of guest memory. Returns `false` if the segment is not in guest memory or if
     /// there are too many segments.
     pub fn push(&mut self, address: GuestAddress, length: u32) -> bool {
         if length == 0 {

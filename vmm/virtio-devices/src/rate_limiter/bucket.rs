@@ -23,7 +23,7 @@ pub struct TokenBucket {
     debt: u64,
     /// Accumulated fraction of the next token, in units of 1/`refill_ns` token.
     fraction: u64,
-    /// Time at which tokens were last added.
+    /// Time up to which tokens have been added.
     updated: Instant,
 }
 

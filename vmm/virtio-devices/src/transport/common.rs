@@ -118,7 +118,7 @@ impl QueueRegisters {
     }
 
     /// Returns the queue, or `None` if its descriptor table or a ring is misaligned or outside
-    /// guest RAM. The queue crate would log a line for each invalid address.
+    /// guest RAM. Checking this first avoids a log line of the queue crate for each invalid address.
     pub(super) fn queue(&self, memory: &GuestMemoryMmap, event_idx: bool) -> Option<Queue> {
         let size = usize::from(self.size);
         let parts = [
@@ -198,7 +198,7 @@ impl CommonConfig {
         }
     }
 
-    /// Returns the registers for a snapshot.
+    /// Writes the registers to `saved`, for a snapshot.
     pub(super) fn save(&self, saved: &mut SavedDevice) {
         saved.offered = self.offered;
         saved.accepted = self.accepted;

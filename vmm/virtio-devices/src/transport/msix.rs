@@ -146,8 +146,8 @@ impl MsixTable {
         }
     }
 
-    /// Returns the message control register, the table and the pending masked interrupts for a
-    /// snapshot.
+    /// Writes the message control register, the table and the pending masked interrupts to `saved`,
+    /// for a snapshot.
     pub(super) fn save(&self, saved: &mut SavedDevice) {
         saved.msix_control = self.control;
         saved.msix_table = self
@@ -192,7 +192,8 @@ impl MsixTable {
         }
     }
 
-    /// Connects entry `n` to its message or disconnects it, depending on its mask bits.
+    /// Connects entry `n` to its message or disconnects it, depending on the MSI-X enable bit and
+    /// the mask bits of the function and the entry.
     fn update_route(&mut self, n: usize) {
         let Some((entry, line)) = self
             .entries

@@ -67,20 +67,26 @@ pub struct VsockConnection {
     greeting: usize,
     /// Number of guest bytes written to the Unix socket so far, modulo 2^32.
     forwarded: u32,
+    /// Value of `forwarded` that was last reported to the guest.
     forwarded_told: u32,
     /// Size of the guest's receive buffer for this connection, in bytes, as reported by the guest.
     peer_buffer: u32,
+    /// Number of bytes that the guest has consumed, as reported by the guest, modulo 2^32.
     peer_forwarded: u32,
+    /// Number of bytes sent to the guest, modulo 2^32.
     sent: u32,
     /// `true` if the Unix socket is readable according to the last event. Cleared when a read would
     /// block.
     readable: bool,
+    /// The same for writing.
     writable: bool,
     /// `true` if the host program has closed its socket completely, not only the sending side.
     hung_up: bool,
     /// Shutdown flags that have been sent to the guest.
     ended: u32,
+    /// Shutdown flags that the guest has sent.
     guest_ended: u32,
+    /// Shutdown flags of the guest that have been applied to the Unix socket.
     passed_on: u32,
 }
 
@@ -350,8 +356,8 @@ impl VsockConnection {
         self.flush(now);
     }
 
-    /// Writes buffered guest data to the Unix socket. When all of it is written, applies the
-    /// guest's shutdown.
+    /// Writes buffered guest data to the Unix socket, and applies the guest's shutdown: that of
+    /// receiving at once, that of sending when all data is written.
     fn flush(&mut self, now: Instant) {
         while self.writable && !self.to_host.is_empty() && self.state == ConnectionState::Open {
             let (first, _) = self.to_host.as_slices();
@@ -400,8 +406,8 @@ impl VsockConnection {
         let _ = self.stream.shutdown(how);
     }
 
-    /// Starts the timeout for the release of the connection. Called when both sides have stopped
-    /// sending or the guest has closed the connection.
+    /// Starts the timeout for the release of the connection if both sides have stopped sending or
+    /// the guest has closed the connection.
     fn start_close_timeout(&mut self, now: Instant) {
         let quiet = self.ended & NO_SEND != 0 && self.guest_ended & NO_SEND != 0;
         let closed = self.guest_ended == NO_RECEIVE | NO_SEND;

@@ -150,7 +150,7 @@ pub enum VsockError {
     /// An operation on the socket's path failed.
     #[error("{}", path.display())]
     Host {
-        /// Path of the device's socket.
+        /// Path of the device's socket, or of its directory.
         path: PathBuf,
         /// Error returned by the host's kernel.
         #[source]

@@ -260,7 +260,7 @@ impl VsockQueues {
     }
 
     /// Applies the muxer's pending changes to the descriptors that the event loop monitors.
-    /// Schedules a tick if a timeout is pending.
+    /// Schedules a tick if a timeout is pending or the listening socket is not monitored.
     fn watch(&mut self, ops: &mut EventOps) {
         // A descriptor that cannot be monitored causes a further change, which removes its
         // connection.
