@@ -150,7 +150,7 @@ pub fn bare_metal_dir() -> Result<&'static Path, BuildArtefactError> {
 /// Paths of the static binaries that run in the lab or its guests.
 #[derive(Debug, Clone)]
 pub struct LabBinaries {
-    /// Path of the `perfvisor` binary for the lab.
+    /// Path of the `perfvisor` binary.
     pub perfvisor: PathBuf,
     /// Path of the lab's agent.
     pub lab_agent: PathBuf,

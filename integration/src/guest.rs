@@ -251,8 +251,8 @@ impl LinuxGuest {
             .args(self.arguments.iter().cloned()))
     }
 
-    /// Appends this guest's files and `script` to a copy of `initrd`, and returns the path of the
-    /// copy.
+    /// Writes a copy of `initrd` that is preceded by the archive of [`LinuxGuest::unpacked_over`]
+    /// and followed by this guest's files and `script`. Returns the path of the copy.
     fn joined_initrd(
         &self,
         place: &TestHost,

@@ -13,7 +13,7 @@ use crate::process::{HostCommand, last_lines};
 /// unresponsive.
 pub(crate) const ANSWER_LIMIT: Duration = Duration::from_secs(60);
 
-/// Number of times that QEMU's instruction pointers are sampled in an unresponsive lab.
+/// Number of times that QEMU's instruction pointers are sampled for a diagnosis.
 const SNAPSHOTS: u32 = 5;
 const BETWEEN_SNAPSHOTS: Duration = Duration::from_millis(300);
 

@@ -117,8 +117,9 @@ impl TestHost {
         Self::lease(&LabOptions::default(), TestHostLeaseMode::Exclusive)
     }
 
-    /// Leases this machine, or a lab with `options` if this machine cannot run Linux guests. Tests
-    /// that request equal options use the same lab one after the other.
+    /// Leases this machine, or a lab with `options` if Linux guests do not run on this machine
+    /// ([`TestHost::is_direct`]). Tests that request equal options can use the same lab one after
+    /// the other.
     ///
     /// # Errors
     /// Returns the same errors as [`TestHost::shared`].
@@ -147,8 +148,8 @@ impl TestHost {
         TestHostLease::new((probe_kvm() == KvmGuestSupport::None).then_some(&options), access)
     }
 
-    /// Prepares a test host outside the pool: this machine, or a new lab with `options` if this
-    /// machine cannot run Linux guests.
+    /// Prepares a test host that is not returned to the pool: this machine, or a new lab with
+    /// `options` if Linux guests do not run on this machine. The pool must admit the lab.
     ///
     /// # Errors
     /// Returns the same errors as [`TestHost::shared`].

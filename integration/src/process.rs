@@ -165,6 +165,7 @@ struct ProcessState {
     heard: Option<Instant>,
     /// CPU time used until the last check, in clock ticks.
     ticks: u64,
+    /// Time at which `ticks` last changed.
     worked: Option<Instant>,
     end: Option<OutputEnd>,
 }

@@ -12,7 +12,7 @@ use super::options::LabOptions;
 use crate::artefacts::LabBinaries;
 
 /// Writes the initrd of a lab to `path`: the initrd of the lab host, followed by an archive with
-/// Perfvisor, the agents and the files of the Linux guest.
+/// Perfvisor, the lab's agent, the files of the guests and those of `options`.
 pub(super) fn write_initrd(
     path: &Path,
     host: &GuestImages,
@@ -57,7 +57,7 @@ pub(super) fn write_initrd(
 const COVERED: [&str; 4] = ["dev", "proc", "sys", "tmp"];
 
 /// Returns why a file cannot be added to the lab's initrd at the path `place`, or `None` if it can.
-/// The initrd already contains the paths `others`.
+/// The initrd also contains the paths `others`.
 pub fn invalid_path_reason<'a>(place: &str, mut others: impl Iterator<Item = &'a str>) -> Option<String> {
     let path = place.trim_start_matches('/');
     let mut names = path.split('/');
