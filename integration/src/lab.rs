@@ -476,8 +476,8 @@ fn command_line(
     command
 }
 
-/// Returns whether the console in `log` and QEMU's log beside it show that the lab was terminated by
-/// a known QEMU bug.
+/// Returns whether the console in `log` and QEMU's log beside it show that a known QEMU bug
+/// terminated the lab.
 ///
 /// Due to the bug, QEMU executes a cached translation of a breakpoint that the kernel has already
 /// removed. The plugin discards such translations, but not the one that is being executed.

@@ -167,8 +167,8 @@ fn parse_csv_line(line: &str) -> Option<PerfStatCount> {
 /// Reason why the output of `perf stat -d` is rejected.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum StatDetailError {
-    /// A hardware event has a count of 0 or is `<not counted>`, or a required event is `<not
-    /// supported>`.
+    /// A hardware event has a count of 0 or is `<not counted>`, or a required event is
+    /// `<not supported>`.
     #[error("not counted: {0}")]
     Uncounted(String),
     /// The output does not list a required event.

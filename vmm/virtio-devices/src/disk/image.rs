@@ -208,8 +208,8 @@ impl DiskImage {
         }
     }
 
-    /// Deallocates `bytes` bytes of the disk at byte offset `at`, which read as zeros afterwards. In
-    /// a qcow2 image, this applies only to whole clusters.
+    /// Deallocates `bytes` bytes of the disk at byte offset `at`, which read as zeros afterwards.
+    /// In a qcow2 image, this applies only to whole clusters.
     ///
     /// # Errors
     /// Returns `Unsupported` if the image or the file system cannot deallocate space, otherwise the

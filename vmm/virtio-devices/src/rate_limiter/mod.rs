@@ -28,8 +28,8 @@ use self::limits::{RateLimits, TokenBucketLimits};
 /// Minimum time for which a device pauses when a limit is reached.
 ///
 /// Without this pause, a limit that admits many small requests would wake the device's thread for
-/// each of them. No bucket becomes full in less than this time, so the pause itself loses no tokens.
-/// A bucket that becomes full in a millisecond loses tokens while the timer is late.
+/// each of them. No bucket becomes full in less than this time, so the pause itself loses no
+/// tokens. A bucket that becomes full in a millisecond loses tokens while the timer is late.
 const MIN_PAUSE: Duration = Duration::from_millis(1);
 
 /// Change of the limit on bytes or on operations of a running device.

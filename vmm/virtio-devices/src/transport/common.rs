@@ -118,7 +118,8 @@ impl QueueRegisters {
     }
 
     /// Returns the queue, or `None` if its descriptor table or a ring is misaligned or outside
-    /// guest RAM. Checking this first avoids a log line of the queue crate for each invalid address.
+    /// guest RAM. Checking this first avoids a log line of the queue crate for each invalid
+    /// address.
     pub(super) fn queue(&self, memory: &GuestMemoryMmap, event_idx: bool) -> Option<Queue> {
         let size = usize::from(self.size);
         let parts = [
