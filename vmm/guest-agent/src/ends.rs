@@ -9,7 +9,7 @@ use guest_agent::wire::{FrameKind, MAX_PAYLOAD, read_frame, write_frame};
 /// Timeout for the host to send its request, and later to close the connection.
 pub const HOST_TIMEOUT: Duration = Duration::from_secs(10);
 /// Maximum number of frames that are read and discarded before a connection is closed. The host may
-/// have sent them before it reads the reason for a rejected copy, and must still receive the reason.
+/// have sent them before it reads the reason for a rejected copy, which it must still receive.
 const LINGER: usize = 64;
 
 /// Sends the reason why a request is rejected to the host.
