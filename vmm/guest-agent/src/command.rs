@@ -31,7 +31,7 @@ use crate::ends::{close, line, refuse};
 
 /// Time between SIGHUP and SIGKILL for a command after its host has disconnected.
 const EXIT_GRACE_PERIOD: Duration = Duration::from_secs(5);
-/// Maximum number of bytes that are transferred from or to the command at a time.
+/// Maximum number of output bytes that are read from the command at a time.
 const TRANSFER_BYTES: usize = 64 << 10;
 /// Maximum number of transfers after the command has exited. Sufficient for twice the maximum pipe
 /// capacity (pipe(7)); needed because a surviving child process may write indefinitely.

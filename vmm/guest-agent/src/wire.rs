@@ -26,8 +26,8 @@ pub enum FrameKind {
     Refused = 3,
     /// Standard input of the command, sent by the host. An empty payload means end of file.
     Stdin = 4,
-    /// Number of standard input bytes that the command has read (4 bytes), sent by the agent. 0
-    /// acknowledges a signal.
+    /// Number of standard input bytes that were passed to the command, or discarded because it has
+    /// closed its input (4 bytes), sent by the agent. 0 acknowledges a signal.
     Taken = 5,
     /// Standard output of the command, sent by the agent.
     Stdout = 6,
