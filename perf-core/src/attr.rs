@@ -1,8 +1,9 @@
 //! Event attributes, modeled on `struct perf_event_attr` of `perf_event_open(2)`.
 //!
 //! The core and its drivers use the validated attributes in [`Attr`]. [`Attr::from_bytes`] and
-//! [`Attr::to_bytes`] convert from and to the size-versioned layout of the kernel ABI. Both accept
-//! or reject the attributes of older and newer clients exactly as the kernel does.
+//! [`Attr::to_bytes`] convert from and to the size-versioned layout of the kernel ABI.
+//! [`Attr::from_bytes`] accepts or rejects the attributes of older and newer clients exactly as the
+//! kernel does.
 
 use bitflags::bitflags;
 
@@ -111,9 +112,11 @@ bitflags! {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum WakeupCondition {
     /// Number of samples after which the reader is notified. 0 disables notification by samples.
+    /// The default watermark applies in addition.
     Events(u32),
-    /// Number of unread bytes after which the reader is notified. 0 selects the default: a quarter
-    /// of the ring, but at least one page.
+    /// Number of written bytes after which the reader is notified, whether or not older bytes are
+    /// unread. 0 selects the default: a quarter of the ring, but at least one page. The maximum is
+    /// half the ring.
     Watermark(u32),
 }
 
@@ -158,8 +161,8 @@ pub struct Attr {
     /// `true` if each child of an inherited event writes a READ record when its vCPU is removed,
     /// and keeps the counts of its vCPU when contexts are swapped.
     pub inherit_stat: bool,
-    /// `true` for a pinned event, which is always scheduled and enters the error state if it loses
-    /// its slot.
+    /// `true` for a pinned event, which is always scheduled, or enters the error state if it cannot
+    /// be scheduled.
     pub pinned: bool,
     /// `true` if no other event may be scheduled on the PMU at the same time as the event's group.
     pub exclusive: bool,

@@ -9,7 +9,7 @@
 //!   trapezoidal interpolation of the rates on both sides. It also computes a standard error.
 //!
 //! Both are exact if the event was always active, and both report "not counted" if it never was.
-//! Neither allocates memory. An [`CountEstimator`] consists of about four dozen numbers,
+//! Neither allocates memory. A [`CountEstimator`] consists of about four dozen numbers,
 //! independent of the number of slices.
 //!
 //! # Standard error
@@ -192,8 +192,8 @@ enum Uncertainty {
         walk: f64,
         fresh: f64,
     },
-    /// An uncertainty from which only an error bound is computed, because the rate has a long tail.
-    /// The fields have the same meaning as in `Variance`.
+    /// An uncertainty from which only an error bound is computed, because the rate has a long tail
+    /// or is periodic. The fields have the same meaning as in `Variance`.
     LongTail {
         between: f64,
         walk: f64,
@@ -373,11 +373,11 @@ pub struct CountEstimator {
     last_step: f64,
     /// Length of the last slice, in nanoseconds of time enabled.
     last_ns: u64,
-    /// `gap_ns`: total length of the gaps between slices, in nanoseconds. `first_gap_ns`: length of
-    /// the gap before the first slice, in nanoseconds.
+    /// `gap_ns`: total length of all gaps before slices, in nanoseconds. `first_gap_ns`: length
+    /// of the gap before the first slice, in nanoseconds.
     gap_ns: u64,
     first_gap_ns: u64,
-    /// Interpolated number of counts in all gaps between slices.
+    /// Interpolated number of counts in all gaps before slices, including the first gap.
     trapezoids: f64,
     rates: RunningVariance,
     steps: StepStatistics,

@@ -94,12 +94,18 @@
 //! let attr = Attr::counting(EventType::HARDWARE, 0).with_inherit();
 //! let cycles = core.open(&operator, attr, EventOpenTarget::Vm, None, OpenFlags::default())?;
 //!
-//! // The guest programmed a counter: a pinned event on its vCPU that reports overflows under
-//! cookie 3. let guest = core.session(0, SessionRole::Guest); let attr = Attr { pinned: true,
-//! exclude_host: true, ..Attr::sampling(EventType::HARDWARE, 1, 1 << 48) }; let flags =
-//! OpenFlags::with_cookie(3); let counter = core.open(&guest, attr,
-//! EventOpenTarget::Vcpu(VcpuId(0)), None, flags)?; counter.arm((1 << 48) - 0xffff_ffff_0000)?; //
-//! 2^width minus the value that the guest wrote
+//! // The guest programmed a counter: a pinned event on its vCPU that reports overflows with
+//! // cookie 3.
+//! let guest = core.session(0, SessionRole::Guest);
+//! let attr = Attr {
+//!     pinned: true,
+//!     exclude_host: true,
+//!     ..Attr::sampling(EventType::HARDWARE, 1, 1 << 48)
+//! };
+//! let flags = OpenFlags::with_cookie(3);
+//! let counter = core.open(&guest, attr, EventOpenTarget::Vcpu(VcpuId(0)), None, flags)?;
+//! // 2^width minus the value that the guest wrote.
+//! counter.arm((1 << 48) - 0xffff_ffff_0000)?;
 //!
 //! vcpu.sched_in();
 //! // ... KVM_RUN ... a signal interrupts it:

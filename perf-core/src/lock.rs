@@ -117,8 +117,8 @@ mod checked {
 
     thread_local! {
         /// Locks held by this thread. The list is constant-initialized and uses no `RefCell`,
-        /// because a signal handler may interrupt any access. A handler may also lock contexts, but
-        /// restores the list before it returns.
+        /// because a signal handler may interrupt any access. Handlers only try to lock contexts,
+        /// and restore the list before they return.
         static HELD: [Cell<Option<(LockRank, usize)>>; MAX_HELD_LOCKS] = const { [const { Cell::new(None) }; MAX_HELD_LOCKS] };
     }
 
@@ -131,7 +131,8 @@ mod checked {
         ///
         /// # Panics
         ///
-        /// Panics if this thread holds a lock of a later rank.
+        /// Panics if this thread holds a lock of the same or a later rank. Under the topology lock,
+        /// a second output lock, or a second context lock with a higher address, is allowed.
         pub fn wait(rank: LockRank, address: usize) -> Self {
             HELD.with(|held| {
                 let under_topology = held

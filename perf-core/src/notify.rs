@@ -16,8 +16,8 @@ bitflags! {
     pub struct PollState: u32 {
         /// Samples are available in the ring.
         const IN = 1;
-        /// No further samples will follow: the event reached its overflow limit and was disabled,
-        /// its vCPU was removed, or the event has no ring.
+        /// The event reached its overflow limit and was disabled, its vCPU was removed, or it has
+        /// no ring.
         const HUP = 2;
     }
 }

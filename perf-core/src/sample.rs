@@ -135,7 +135,7 @@ impl Sampling {
     }
 
     /// Returns the number of counts until the next overflow, or `None` if the event cannot
-    /// overflow. The driver event is started with this number.
+    /// overflow or is throttled. The driver event is started with this number.
     pub fn overflow_in(&self) -> Option<u64> {
         (self.can_overflow() && !self.throttled).then_some(self.remaining.max(1))
     }
@@ -300,7 +300,8 @@ impl Sampling {
 
     /// Adjusts the period of a frequency-based event from the counts since the last measurement and
     /// the time running in which they occurred. Returns `true` if the new period is so much shorter
-    /// than the current one that the caller must start a new period.
+    /// than the current one that the caller must start a new period, because the event would
+    /// otherwise stall until the next overflow.
     ///
     /// Counts are measured rather than overflows, because the overflows since the last measurement
     /// may have had different periods. An event that counted nothing keeps its period, and its next

@@ -83,7 +83,7 @@ pub enum KvmStatUnit {
     None,
     /// A number of bytes.
     Bytes,
-    /// A number without a unit.
+    /// A number of seconds.
     Seconds,
     /// A number of CPU cycles.
     Cycles,

@@ -10,7 +10,7 @@ use std::io;
 /// events of Nehalem to Broadwell (`nhm_limit_period`, `hsw_limit_period`, `bdw_limit_period`).
 const MINIMUMS: [u64; 3] = [2, 32, 128];
 
-/// The minimum period of one event, raised whenever the host rejects a period.
+/// The minimum period of one event, raised when the host rejects a period and accepts a longer one.
 #[derive(Debug)]
 pub(super) struct PeriodFloor {
     minimum: u64,

@@ -167,7 +167,7 @@ impl SimPmu {
     }
 
     /// Adds `counts(config)` counts to each active event of `vcpu`, where `config` is that of the
-    /// event.
+    /// event, and to each package count.
     pub fn advance(&self, vcpu: VcpuId, counts: impl Fn(u64) -> u64) {
         let mut state = self.shared.lock();
         let skid = self.shared.config.skid;
@@ -215,7 +215,7 @@ impl SimPmu {
     /// Takes the first `n` slots of each vCPU away from the core's events, as another user of the
     /// PMU would.
     ///
-    /// Running events move to other slots if possible. The most recently started events for which
+    /// Running events move to other slots if possible. The most recently opened events for which
     /// no slot remains stop counting, and the core notices this only when it checks their counters.
     pub fn take_slots(&self, n: usize) {
         let config = &self.shared.config;

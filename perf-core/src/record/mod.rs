@@ -304,7 +304,8 @@ pub struct RecordWriteOutcome {
     /// Number of records that were lost because the ring was full. A LOST record will report this
     /// number.
     pub lost: u64,
-    /// Number of records that are too large for the ring. LOST records do not include this number.
+    /// Number of records that the ring can never hold, because they are too large or the ring has
+    /// no data pages. LOST records do not include this number.
     pub oversized: u64,
 }
 

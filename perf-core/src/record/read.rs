@@ -83,9 +83,9 @@ impl PartialEq for ReadFormatEntries<'_> {
 /// and is 0 when decoded.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct ReadFormatValues<'a> {
-    /// Time enabled of the group leader, in nanoseconds.
+    /// Time enabled of the event, or of the group leader with `GROUP`, in nanoseconds.
     pub time_enabled_ns: u64,
-    /// Time running of the group leader, in nanoseconds.
+    /// Time running of the event, or of the group leader with `GROUP`, in nanoseconds.
     pub time_running_ns: u64,
     /// Values of the leader and all siblings, or of a single event if the format lacks `GROUP`.
     pub entries: ReadFormatEntries<'a>,

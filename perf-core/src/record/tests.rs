@@ -31,7 +31,7 @@ fn words(bytes: &[u8]) -> Vec<u64> {
     words.iter().map(|&word| u64::from_ne_bytes(word)).collect()
 }
 
-/// Creates an entry of read values with the given value.
+/// Creates an entry of read values with the given value, ID and lost count.
 fn entry((value, id, lost): (u64, u64, u64)) -> ReadFormatEntry {
     ReadFormatEntry { value, id, lost }
 }

@@ -617,7 +617,7 @@ impl RecordReservation<'_> {
             "record larger than its reservation"
         );
         let len = bytes.len().min(self.remaining);
-        // SAFETY: [at, at + left) is the remainder of this writer's claim, inside the doubled
+        // SAFETY: [at, at + remaining) is the remainder of this writer's claim, inside the doubled
         // mapping, and `len` does not exceed it. No other writer has these bytes, and readers do
         // not access them before publication.
         unsafe {
@@ -702,7 +702,7 @@ impl BatchReservation<'_> {
             return Err(self.ring.bad_size(size, self.remaining));
         }
         let at = self.at;
-        // SAFETY: [at, at + left) is the remainder of the batch's claim, inside the doubled
+        // SAFETY: [at, at + remaining) is the remainder of the batch's claim, inside the doubled
         // mapping, and `size` does not exceed it. The header is written immediately, so a leaked
         // reservation leaves a whole record.
         unsafe {

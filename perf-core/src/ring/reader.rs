@@ -370,12 +370,12 @@ impl RingReader {
         Ok(RingRecordBatch { reader: self })
     }
 
-    /// Reads `data_head`. If there are no new records, releases the space of the records that were
-    /// read.
+    /// Releases the space of the records that were read, and reads `data_head`. Returns `true` if
+    /// there are new records.
     #[inline]
     fn refill(&mut self) -> Result<bool, RingReadError> {
         self.release();
-        // Acquire: pairs with the writer's AcqRel in `Protocol::publish` (the kernel's smp_wmb
+        // Acquire: pairs with the writer's Release in `Protocol::publish` (the kernel's smp_wmb
         // before it stores data_head), so the records below the head are read after it. A valid
         // head is a multiple of 8; an invalid one is rounded down.
         let head = self.page().data_head.load(Acquire) & !7;

@@ -154,7 +154,7 @@ fn failed_batch_counts_no_loss_and_keeps_pending_losses() {
     let mut run = ring.begin_batch(16, 2).expect("room again");
     run.begin(16).expect("all of it").put(&[9, 0, 0, 0]);
     drop(run);
-    // A LOST record for the rejected batch precedes the new one.
+    // A LOST record for the single record that was lost precedes the batch.
     assert_eq!(drain(&mut reader).1, 1);
     assert_eq!(ring.pending_lost(), 0);
     let control_only = Ring::new(0, RingFullPolicy::Writable).expect("a ring");

@@ -35,9 +35,9 @@ use crate::pmu::timer::Timer;
 
 use crate::pmu::host::fd::{PerfFd, PerfMap, new_attr};
 
-/// CPU time of the vCPU's thread between two samples of the privilege level, in nanoseconds. Not a
-/// divisor of a millisecond: guest timers often have such a period, and the samples must not run in
-/// phase with them.
+/// Time between two samples of the privilege level, in nanoseconds: CPU time of the vCPU's thread
+/// for the host kernel's samples, wall-clock time for kicks. Not a divisor of a millisecond: guest
+/// timers often have such a period, and the samples must not run in phase with them.
 pub(crate) const TICK_PERIOD_NS: u64 = 997_003;
 
 /// Base-2 logarithm of the number of data pages of the ring. 16 KiB of 8-byte records hold the
@@ -102,7 +102,7 @@ struct Kicks {
     timer: Timer,
     /// Duration for which the timer was last armed, in nanoseconds.
     wait_ns: u64,
-    /// Guest time at which the timer was last armed for a whole tick, in nanoseconds.
+    /// Guest time at which the timer was last armed for a whole wait, in nanoseconds.
     set_at_ns: u64,
     /// Time until the next kick, in nanoseconds, when the last started event stopped.
     left_ns: u64,
@@ -367,7 +367,8 @@ impl CplAttribution {
     /// Chooses between the ring and the kicks after the ring was observed for long enough.
     ///
     /// The ring of an emulated host is rejected, because its samples show only some of the guest's
-    /// time. Kicks cost more but are correct. No choice is made before the guest has run at CPL3.
+    /// time. Kicks cost more but are correct. The ring is not accepted before kicks have found the
+    /// guest at CPL3.
     fn evaluate_ring(&mut self, now_ns: u64) {
         let watched_ns = self.watched_ns + now_ns.saturating_sub(self.watched_from_ns);
         if watched_ns < EVALUATION_TICKS * TICK_PERIOD_NS {

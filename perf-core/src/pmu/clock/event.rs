@@ -47,8 +47,8 @@ impl TimerSlack {
         }
     }
 
-    /// Records that a timer expired `over_ns` after the guest had run long enough. The extension of
-    /// later timers is then gradually reduced.
+    /// Records that a timer expired `over_ns` after the guest had run long enough. An excess above
+    /// a quarter of the slack gradually reduces the slack.
     fn record_late_expiry(&mut self, over_ns: u64) {
         if over_ns > self.ns / 4 {
             self.ns -= self.ns.div_ceil(64);

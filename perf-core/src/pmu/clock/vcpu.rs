@@ -389,8 +389,8 @@ impl VcpuRunTimeClock {
         self.alarm_is_set.store(alarm.is_set(), Ordering::Relaxed);
     }
 
-    /// Handles an overflow signal of the vCPU's thread. Disarms the alarm if it has expired and no
-    /// event is armed.
+    /// Handles an overflow signal of the vCPU's thread. Disarms the alarm if its timer has repeated
+    /// and no event is armed.
     ///
     /// The VMM must call this method after each overflow signal. Without the call, the thread
     /// receives sixteen useless signals per second after the last armed event is stopped.
@@ -411,7 +411,7 @@ impl VcpuRunTimeClock {
         }
     }
 
-    /// Disarms all timers of this clock because the vCPU's thread is about to end.
+    /// Deletes the overflow timer of this clock because the vCPU's thread is about to end.
     pub(super) fn end(&self) {
         self.alarm_is_set.store(false, Ordering::Relaxed);
         self.alarm().end();

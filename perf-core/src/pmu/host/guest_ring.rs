@@ -12,7 +12,8 @@
 //!   kernel and in the VMM, which are marked as such. A hardware event that excludes the host has
 //!   no such samples.
 //! - Some KVMs interpret parts of the guest, or run on a host that does not mark guest samples. The
-//!   samples then show guest time as host kernel time; see [`SampledCpuMode`].
+//!   samples then show guest time as host kernel time, so readers have to compare them with another
+//!   measurement; see [`SampledCpuMode`].
 
 use std::io;
 use std::marker::PhantomData;
@@ -44,8 +45,8 @@ impl GuestSamplingEvent {
         Self::open(attr, tid, false)
     }
 
-    /// Opens a stopped hardware event that counts the guest. Type, `config` and period or frequency
-    /// are those of `attr`.
+    /// Opens a stopped hardware event that samples thread `tid`. Type, `config` to `config2`,
+    /// period or frequency, and exclude bits are those of `attr`.
     ///
     /// # Errors
     /// Returns a [`PmuError`] if the host does not open the event.

@@ -374,8 +374,8 @@ impl HostEvent {
         }
     }
 
-    /// Starts polling for the overflow at count `at` if the overflow is closer than the kernel's
-    /// minimum period.
+    /// Starts or continues polling for the overflow at count `at` if the overflow is closer than
+    /// the kernel's minimum period. Otherwise stops polling.
     fn poll_if_late(&mut self, count: u64, at: u64) {
         if self.floor.period_for(1) <= at.saturating_sub(count) {
             self.late.end();
