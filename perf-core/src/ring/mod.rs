@@ -378,8 +378,8 @@ impl Ring {
         self.wake.notify();
     }
 
-    /// Reports a hang-up to the reader: no more records will follow. The report persists until it
-    /// is read.
+    /// Reports a hang-up to the reader: no more records will follow unless the event is refreshed.
+    /// The report persists until it is read. Only the first call has an effect.
     pub fn hang_up(&self) {
         self.wake.hang_up();
     }

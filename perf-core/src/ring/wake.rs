@@ -21,8 +21,8 @@ const HANG_UP: u64 = 1 << 48;
 pub struct PollState {
     /// `true` if records are available, or if the event has overflowed.
     pub readable: bool,
-    /// No more records will follow, because the event reached its overflow limit or its source was
-    /// closed.
+    /// No more records will follow unless the event is refreshed: the event reached its overflow
+    /// limit, or its vCPU was removed.
     pub hang_up: bool,
 }
 
