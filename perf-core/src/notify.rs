@@ -14,7 +14,7 @@ bitflags! {
     /// The poll state of an event: what its reader has not been notified of yet.
     #[derive(Clone, Copy, Debug, PartialEq, Eq)]
     pub struct PollState: u32 {
-        /// Samples are available in the ring.
+        /// Samples are available in the ring, or an event without a ring has overflowed.
         const IN = 1;
         /// The event reached its overflow limit and was disabled, its vCPU was removed, or it has
         /// no ring.
