@@ -205,7 +205,7 @@ impl EventFilter {
     /// Validates a filter specification.
     ///
     /// # Errors
-    /// Returns a [`EventFilterFileError`] that names the entry, the limit and the remedy.
+    /// Returns an [`EventFilterFileError`] that names the entry, the limit and the remedy.
     #[expect(clippy::cast_possible_truncation, reason = "checked above")]
     pub fn new(spec: &EventFilterSpec) -> Result<Self, EventFilterFileError> {
         if spec.events.len() > MAX_ENTRIES {
@@ -230,7 +230,7 @@ impl EventFilter {
     /// Parses a filter from TOML text.
     ///
     /// # Errors
-    /// Returns a [`EventFilterFileError`] for invalid syntax, unknown fields and values out of
+    /// Returns an [`EventFilterFileError`] for invalid syntax, unknown fields and values out of
     /// range.
     pub fn from_toml(text: &str) -> Result<Self, EventFilterFileError> {
         let spec = toml::from_str::<EventFilterSpec>(text).map_err(|error| {
@@ -254,7 +254,7 @@ impl EventFilter {
     /// Reads and parses a filter file.
     ///
     /// # Errors
-    /// Returns a [`EventFilterFileError`] if the file cannot be read or its text is not a valid
+    /// Returns an [`EventFilterFileError`] if the file cannot be read or its text is not a valid
     /// filter.
     pub fn from_file(path: &Path) -> Result<Self, EventFilterFileError> {
         Self::from_open_result(path, std::fs::File::open(path))
@@ -264,7 +264,7 @@ impl EventFilter {
     /// when opening a pipe, as [`std::fs::File::open`] would.
     ///
     /// # Errors
-    /// Returns a [`EventFilterFileError`] if the file could not be opened, cannot be read, or its
+    /// Returns an [`EventFilterFileError`] if the file could not be opened, cannot be read, or its
     /// text is not a valid filter.
     pub fn from_open_result(
         path: &Path,

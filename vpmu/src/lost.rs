@@ -102,7 +102,7 @@ impl UncountedCounters {
         due
     }
 
-    /// Returns the time of the next retry of an uncounted counter, in nanoseconds.
+    /// Returns the time of the next retry of any counter, in nanoseconds, or `None` if none waits.
     pub fn next_try_ns(&self) -> Option<u64> {
         counters_in(self.retrying)
             .map(|counter| self.entries[counter.slot()].next_ns)
@@ -245,8 +245,8 @@ impl UncountedCounters {
         self.total_ns
     }
 
-    /// Returns the time for which the counter's current event was uncounted, in nanoseconds. The
-    /// last call of [`UncountedCounters::total_ns`] has updated this value.
+    /// Returns the time for which the counter's current event was uncounted, in nanoseconds. Time
+    /// after the last call of [`UncountedCounters::total_ns`] may be missing.
     pub fn of(&self, counter: CounterIndex) -> u64 {
         self.entries[counter.slot()].uncounted_ns
     }

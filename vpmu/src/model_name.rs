@@ -170,7 +170,7 @@ pub enum PmuModelError {
         given: u32,
         /// PMU generation of the requested model.
         generation: PmuGeneration,
-        /// Description of the limit that the number exceeds.
+        /// Description of the numbers that the model supports.
         limit: &'static str,
         /// Suggested remedy, as a part of the message.
         remedy: &'static str,
@@ -197,8 +197,8 @@ pub enum PmuModelError {
         /// Description of the widths that the model supports.
         limit: &'static str,
     },
-    /// `--pmu-counters` or `--pmu-width` is given with `--pmu host`, `off` or `auto`. Contains the
-    /// `--pmu` value.
+    /// `--pmu-counters` or `--pmu-width` is given with `--pmu host` or `off`. Contains the `--pmu`
+    /// value.
     #[error(
         "--pmu {0} does not support --pmu-counters and --pmu-width; choose a model by name, for \
         example --pmu intel-v2"

@@ -99,7 +99,8 @@ pub(crate) enum HandlerPhase {
 pub(crate) struct SavedHandler {
     pub(crate) phase: HandlerPhase,
     /// Masks of the counters that requested the PMI, and of those whose overflow the handler has
-    /// not served yet. A handler serves a counter by clearing its overflow status or by writing it.
+    /// not served yet. A handler serves a counter by clearing its overflow status or, on models
+    /// without a status register, by writing it.
     pub(crate) sources: u64,
     pub(crate) unserved: u64,
     /// Time since the PMI was delivered, in nanoseconds.
@@ -185,7 +186,7 @@ impl ShareLimit {
     }
 
     /// Records that the handler has served the counters in the mask `counters`, by clearing their
-    /// overflow status or by writing them.
+    /// overflow status or, on models without a status register, by writing them.
     #[inline]
     pub(crate) fn served(&mut self, counters: u64) {
         self.unserved &= !counters;

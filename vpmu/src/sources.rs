@@ -1,5 +1,5 @@
-//! [`CounterBackingSelector`]: the table of backings (sources of counts) for each event. It is used for guest
-//! requests, operator events and the availability bits of the guest's CPUID.
+//! [`CounterBackingSelector`]: the table of backings (sources of counts) for each event. It is used
+//! for guest requests, operator events and the availability bits of the guest's CPUID.
 //!
 //! For each architectural event, `row` returns the event numbers of the host kernel, the clock
 //! driver and the exact backing. Only `CounterBackingSelector::candidates` reads this table. Its

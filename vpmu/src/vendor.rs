@@ -51,7 +51,7 @@ pub struct PmuRegisters {
     pub selectors: [u64; MAX_GENERAL],
     /// Value of IA32_FIXED_CTR_CTRL (Intel).
     pub fixed_control: u64,
-    /// Value of the global control register. All ones on models without this register.
+    /// Value of the global control register. Enables all counters on models without this register.
     pub global_control: u64,
     /// Value of the global status register. Also maintained on models without this register.
     pub global_status: u64,

@@ -323,8 +323,8 @@ impl Unwinder {
             };
             registers[number] = match value {
                 Ok(value) => value,
-                // Unwinding cannot continue without the return address and rsp, but without other
-                // registers.
+                // Unwinding cannot continue without the return address and rsp, but can without
+                // other registers.
                 Err(end) if matches!(number, RA | RSP) => return Some(Err(end)),
                 // The value cannot be read. A callee-saved register keeps its current value,
                 // because a register that has been popped is stored below the stack pointer,

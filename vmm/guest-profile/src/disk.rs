@@ -222,7 +222,7 @@ struct ReadBudget(Rc<RefCell<ReadState>>);
 #[derive(Default)]
 struct ReadState {
     left: u64,
-    /// Contents of each sector at its first read, by sector number. `None` while sectors are not
+    /// Contents of each sector at its first read, by byte offset. `None` while sectors are not
     /// cached. The cache prevents a concurrent write by the guest from invalidating checks that
     /// have already been made.
     kept: Option<HashMap<u64, [u8; SECTOR_BYTES]>>,

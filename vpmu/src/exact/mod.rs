@@ -221,8 +221,8 @@ pub struct SingleStepMeter {
     vendor: Vendor,
     info: InstructionInfoFactory,
     pending: Option<PendingStep>,
-    /// Address and privilege level of a repeated string instruction that the last step has executed
-    /// partially.
+    /// Address and privilege level of a repeated string instruction that an earlier step has
+    /// executed partially.
     unfinished: Option<(u64, u8)>,
     /// Branches taken since the last [`SingleStepMeter::take_branches`]; `None` if they are not
     /// recorded.
@@ -271,7 +271,8 @@ impl SingleStepMeter {
     }
 
     /// Returns the address at which execution continues when the current instruction completes,
-    /// such as the target of a taken branch. Returns `None` if the address is unknown.
+    /// such as the target of a taken branch. Returns `None` if no step is in progress or the address
+    /// is unknown.
     pub fn known_target(&self) -> Option<u64> {
         match self.pending?.next_address {
             NextAddress::To(target, _) => Some(target),
@@ -455,9 +456,9 @@ impl SingleStepMeter {
         accesses
     }
 
-    /// Adds the instructions from `next` to `end` to the counts of `step`, and returns `true`. Each
-    /// of them must follow an instruction with an interrupt shadow. Returns `false` if decoding
-    /// does not reach `end`.
+    /// Adds the instruction of `pending` and the instructions from `next` to `end` to the counts of
+    /// `step`, and returns `true`. Each of the latter must follow an instruction with an interrupt
+    /// shadow. Returns `false` if decoding does not reach `end`.
     fn retire_shadow(
         &mut self,
         pending: &PendingStep,

@@ -107,7 +107,7 @@ impl Vpmu {
 
     /// Updates the state of a resumed counter whose event now has the count `count`. Counts during
     /// the pause are ignored. Returns the number of counts for which the event must be armed, or
-    /// `None` if it must not be armed.
+    /// `None` if it is still armed or the counter does not interrupt on overflow.
     fn on_resume(&mut self, counter: CounterIndex, count: u64) -> Option<u64> {
         let mask = counter.mask();
         let interrupts = self.vendor.interrupts(&self.registers, counter);

@@ -10,7 +10,8 @@ use crate::vendor::selector;
 
 impl Vpmu {
     /// Returns whether [`Self::set_svme`] must be called before the next [`Self::reconcile`],
-    /// because the guest has enabled a counter with AMD's host-only or guest-only bit.
+    /// because the guest has enabled a counter with exactly one of AMD's host-only and guest-only
+    /// bits.
     #[inline]
     pub fn needs_svme(&self) -> bool {
         self.needs_svme

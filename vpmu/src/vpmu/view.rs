@@ -33,7 +33,8 @@ pub struct GuestCounterStatus {
     /// Set if [`Self::backing`] is a fallback, because no slot was available for the preferred
     /// backing.
     pub fallback: bool,
-    /// Time for which the current event was enabled but not counted, in nanoseconds.
+    /// Time for which the current event was enabled but not counted, in nanoseconds. Included in
+    /// the time enabled of [`Self::times`].
     pub uncounted_ns: u64,
     /// Number of overflows of the counter.
     pub overflows: u64,

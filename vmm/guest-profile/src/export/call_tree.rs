@@ -154,7 +154,7 @@ impl ShownTree<'_> {
     fn write_callers(&self, mut node: usize, prefix: &str, out: &mut String) {
         let nodes = &self.tree.nodes;
         let mut shown = self.children(node);
-        // A single child with all samples of its parent continues the same line of the tree.
+        // A single child with all samples of its parent continues its branch.
         while let [only] = shown[..]
             && nodes[only].period == nodes[node].period
         {

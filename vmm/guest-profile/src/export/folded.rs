@@ -51,7 +51,7 @@ pub fn stacks(
     stacks
 }
 
-/// Removes field separators of the format and control characters from `name`, because the guest
+/// Replaces field separators of the format and control characters in `name`, because the guest
 /// chooses it.
 fn clean(name: &str) -> String {
     name.chars()

@@ -204,8 +204,8 @@ impl PerfDataWriter<BufWriter<File>> {
 }
 
 impl<W: Write + Seek> PerfDataWriter<W> {
-    /// Starts a `perf.data` file at position 0 of `out`: writes its header, event IDs and
-    /// attributes.
+    /// Starts a `perf.data` file at position 0 of `out`: writes its header, event IDs, attributes
+    /// and event names.
     pub fn new(mut out: W, meta: ProfileMetadata, events: Vec<SampledEventInfo>) -> io::Result<Self> {
         let ids = 8 * events.len() as u64;
         let data_start = HEADER_SIZE + ids + ATTR_ENTRY_SIZE * events.len() as u64;
