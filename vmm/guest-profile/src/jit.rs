@@ -13,8 +13,8 @@ const MOST_FUNCTIONS: usize = 1 << 20;
 /// The JIT-compiled functions of one process.
 #[derive(Debug, Default)]
 pub struct JitMap {
-    /// Functions sorted by start address. If several functions have the same start address, the one
-    /// that the file lists last comes first, because JIT compilers reuse code memory.
+    /// Functions sorted by start address. If several functions have the same start address, only
+    /// the one that the file lists last is kept, because JIT compilers reuse code memory.
     functions: Vec<(u64, u64, String)>,
 }
 
@@ -42,7 +42,7 @@ impl JitMap {
             })
             .collect();
         // The sort below is stable, so of several functions at one address, the last one in the
-        // file comes first.
+        // file comes first and is kept.
         functions.reverse();
         functions.sort_by_key(|(start, ..)| *start);
         functions.dedup_by_key(|(start, ..)| *start);

@@ -147,8 +147,8 @@ pub struct GuestRegs {
     pub r10: u64,
     pub r11: u64,
     pub r13: u64,
-    /// Value of RAX. This register and the following ones are used only to unwind user programs by
-    /// their unwind tables.
+    /// Value of RAX. RAX and the following registers up to R15 are needed to unwind user programs
+    /// by their unwind tables.
     pub rax: u64,
     pub rbx: u64,
     pub rsi: u64,
@@ -195,7 +195,7 @@ impl GuestRegs {
     }
 }
 
-/// Limits of the reads from guest memory for one sample: their number, and optionally their time.
+/// Limits of a walk through guest memory: the number of memory reads, and optionally the time.
 ///
 /// The budget checks the time after every few reads, and charges the time since its previous check,
 /// but at most a quarter of the time limit. Walks with fewer reads, the common case, never read the

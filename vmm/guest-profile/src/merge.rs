@@ -44,9 +44,9 @@ const UNSEEN_LIMIT: f64 = 0.20;
 /// Share of full samples in the guest's kernel, or of KVM's own work, below which light mode starts
 /// again.
 const KERNEL_LIMIT: f64 = 0.15;
-/// Amount that is added to the limit of unseen time, so that unseen time that is not guest code
-/// does not start full mode again. The sum of this amount and the share of unseen time at the last
-/// switch to full mode becomes the new limit.
+/// Margin that is added to the share of unseen time that caused the last switch to full mode. If
+/// that time turns out not to be guest code, the sum becomes the limit of unseen time, so that full
+/// mode does not start again.
 const MARGIN: f64 = 0.05;
 /// Maximum time in nanoseconds that a light sample waits for the next full sample. The light sample
 /// may get the task of that full sample.

@@ -97,7 +97,7 @@ pub struct ProgramSymbols {
     segments: Vec<(u64, u64, u64)>,
     build_id: Option<BuildId>,
     lines: Option<addr2line::Context<gimli::EndianArcSlice<gimli::RunTimeEndian>>>,
-    /// Approximate memory used by the functions, in bytes.
+    /// Approximate memory used by the functions and the debug information, in bytes.
     bytes: u64,
 }
 
@@ -274,7 +274,7 @@ pub struct GuestSymbols {
     files: GuestFilesystemSource,
     jit: HashMap<u32, JitMap>,
     objects: HashMap<String, Option<ProgramSymbols>>,
-    /// Remaining memory for the functions of files that are still to be parsed, in bytes.
+    /// Remaining memory for parsed files and perf maps, in bytes.
     left: u64,
     problems: Vec<String>,
 }

@@ -63,8 +63,8 @@ impl From<io::Error> for KernelSearchRequestError {
 /// ([`super::serve`]) at the other end of `stream` parses the kernel's tables, and this function
 /// serves its requests for `memory`.
 ///
-/// The search times out at `until` if `stream` has a timeout: the time is checked after each
-/// received message, and when the timeout of `stream` expires.
+/// The search times out when the timeout of `stream` (if it has one) expires, or with the first
+/// message that is received after `until`.
 ///
 /// # Errors
 /// Returns a [`KernelSearchRequestError`] if the reader finds no kernel, fails, times out, exceeds
