@@ -34,7 +34,7 @@ pub struct Segment {
     pub unusable: u8,
 }
 
-/// Linear address and size of a descriptor table (IDT, GDT or LDT).
+/// Linear address and limit of a descriptor table (IDT or GDT).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct DescriptorTableRegister {
     /// Linear address of the first byte of the table.

@@ -508,9 +508,9 @@ impl<M: GuestPhys + ?Sized> KernelWalk<'_, '_, '_, M> {
         }
     }
 
-    /// Takes the user registers from the `pt_regs` at the top of the task's kernel stack, if the
-    /// kernel walk ended early (`end`). Does nothing after a complete walk with ORC tables, which
-    /// would have found the user registers.
+    /// Takes the user registers from the `pt_regs` at the top of the task's kernel stack, after the
+    /// kernel walk ended with `end` and has not found them. Does nothing if a limit ended the walk,
+    /// or after a complete walk with ORC tables, which would have found the user registers.
     fn user_from_stack_top(&mut self, end: UnwindStop, frame_pointers: bool) {
         if matches!(end, UnwindStop::Spent | UnwindStop::Full)
             || (end == UnwindStop::Complete && !frame_pointers)

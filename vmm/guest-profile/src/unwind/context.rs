@@ -18,7 +18,7 @@ const READS: u32 = 64;
 const PT_REGS_LOW: [usize; 6] = [10, 5, 11, 12, 13, 14];
 const PT_REGS_HIGH: [usize; 8] = [9, 8, 7, 6, 3, 2, 1, 0];
 const PT_REGS_WORDS: usize = 15;
-/// Segment selector that Linux uses for 64-bit user code, and selector for user data.
+/// Segment selectors that Linux uses for 64-bit user code, 32-bit user code and user data.
 const USER64_CS: u64 = 0x33;
 const USER32_CS: u64 = 0x23;
 const USER_DS: u64 = 0x2b;
