@@ -174,8 +174,8 @@ impl Btf {
     }
 
     /// Returns the bit offset and the type ID of the member `name` in the struct or union with type
-    /// ID `id`. Typedefs and qualifiers are resolved. Returns `None` if `depth` or `steps` is
-    /// exhausted.
+    /// ID `id`, which may also be a typedef or qualifier of one. Returns `None` if there is no such
+    /// member, or if `depth` or `steps` is exhausted.
     fn member(&self, id: u32, name: &[u8], depth: u32, steps: &mut u32) -> Option<(u64, u32)> {
         let depth = depth.checked_sub(1)?;
         let r = self.get(id)?;

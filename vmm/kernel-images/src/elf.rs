@@ -63,7 +63,7 @@ pub struct ElfImage<'a> {
     pub is_64: bool,
     /// ELF machine number (`EM_*`) of the image.
     pub machine: u16,
-    /// Virtual address of the entry point, from the ELF header.
+    /// Address of the entry point, from the ELF header.
     pub entry: u64,
     /// Guest-physical address of the PVH entry point, if an ELF note specifies one.
     pub pvh_entry: Option<u32>,

@@ -44,8 +44,8 @@ const MAX_NAME: usize = 1024;
 pub const MAX_SYMBOLS: usize = 4_000_000;
 /// Maximum total size of symbol names, in bytes. Distribution kernels have 5,000,000 to 10,000,000.
 const MAX_NAMES_BYTES: usize = 128 << 20;
-/// Maximum number of entries that a lookup examines in addition to the nearest one: preceding
-/// entries to find a text symbol, or aliases at the same address.
+/// Maximum number of entries that a lookup examines: preceding entries to find a text symbol, or
+/// further names of the same address.
 const NEIGHBOURS: usize = 64;
 
 /// Builds a [`KernelSymbols`] table from symbols in any order.

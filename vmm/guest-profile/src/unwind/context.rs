@@ -28,7 +28,7 @@ const IP: usize = 8;
 const FLAGS: usize = 9;
 const R8: usize = 12;
 
-/// User registers of a sample, as stored in a `perf.data` file.
+/// User registers of a sample, for the sample field `PERF_SAMPLE_REGS_USER`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct SampledUserRegs {
     /// Registers in the order described at [`REGISTERS`]; 0 for unknown registers.
