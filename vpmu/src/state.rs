@@ -244,7 +244,7 @@ impl Vpmu {
     }
 }
 
-/// Counter events that count nothing, for a PMU whose vCPU thread does not exist yet.
+/// Counter events that count nothing, for a PMU whose vCPU is not attached to a thread yet.
 struct NoEvents;
 
 impl CounterEvents for NoEvents {

@@ -73,8 +73,8 @@ pub struct RdpmcSite {
     pub phys: u64,
     /// Length of the instruction in bytes: two opcode bytes and the prefixes.
     pub length: u8,
-    /// Number of bytes at the start of the instruction that are prefixes in 64-bit code but
-    /// separate instructions in 32-bit code.
+    /// Number of bytes directly before `virt` that are prefixes of the instruction in 64-bit code
+    /// but separate instructions in 32-bit code.
     pub prefix_len: u8,
     /// `true` if a port write of the guest itself may directly precede or follow the instruction.
     /// An exit at this address may then be caused by either instruction.

@@ -9,8 +9,8 @@ use vm_memory::{
     MemoryRegionAddress, VolatileMemory, VolatileSlice,
 };
 
-/// Read access to guest-physical memory. Implementations must not allocate memory or access
-/// devices.
+/// Read access to guest-physical memory. Implementations that are used to take samples must not
+/// allocate memory or access devices.
 pub trait GuestPhys {
     /// Handle of a page of guest memory.
     type Page<'a>: MappedGuestPage

@@ -1,9 +1,9 @@
 //! Raw data of a sample: guest state for which perf events have no field.
 //!
-//! The vCPU thread writes a [`RingSampleHeader`] to a ring, from which a client reads it. The layout
-//! is part of the control protocol (docs/reference/control.md). A `perf.data` file stores only a
-//! part of this data ([`PerfDataRawSample`]). The fields of both structures are little-endian and
-//! unaligned.
+//! The vCPU thread writes a [`RingSampleHeader`] to a ring, from which a client reads it. The
+//! layout is part of the control protocol (docs/reference/control.md). A `perf.data` file stores
+//! only a part of this data ([`PerfDataRawSample`]). The fields of both structures are
+//! little-endian and unaligned.
 
 use zerocopy::little_endian::{U32, U64};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};

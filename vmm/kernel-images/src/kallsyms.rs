@@ -343,8 +343,8 @@ mod tests {
 
     const BASE: u64 = 0xffff_ffff_8100_0000;
 
-    /// Builds kallsyms tables in the given layout. The token table has one token of two letters;
-    /// all other tokens are single characters.
+    /// Builds kallsyms tables in the given layout. The token table consists of the printable
+    /// characters, `sys_`, and unused tokens.
     fn build(layout: Layout, symbols: &[(u64, String)]) -> Vec<u8> {
         let n = symbols.len();
         let mut tokens = Vec::new();

@@ -271,8 +271,8 @@ impl SingleStepMeter {
     }
 
     /// Returns the address at which execution continues when the current instruction completes,
-    /// such as the target of a taken branch. Returns `None` if no step is in progress or the address
-    /// is unknown.
+    /// such as the target of a taken branch. Returns `None` if no step is in progress or the
+    /// address is unknown.
     pub fn known_target(&self) -> Option<u64> {
         match self.pending?.next_address {
             NextAddress::To(target, _) => Some(target),
