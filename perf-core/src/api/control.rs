@@ -175,14 +175,14 @@ impl EventHandle {
     /// A running event starts the new period immediately, even if its old period was long. The
     /// counts of the unfinished period are attributed to the next sample, so the sample periods add
     /// up to the count. An event that is not running starts the new period when it is scheduled in,
-    /// and a throttled event starts it when it is unthrottled. With a frequency, the period
-    /// approaches its new value gradually, except for `cpu-clock` and `task-clock` of the host,
-    /// whose period changes immediately.
+    /// and a throttled event starts it when it is unthrottled, so that a change cannot bypass the
+    /// limit. With a frequency, the period approaches its new value gradually, except for
+    /// `cpu-clock` and `task-clock` of the host, whose period changes immediately.
     ///
     /// # Errors
     ///
-    /// Returns [`PerfEventControlError::Invalid`] for a counting event, for a period of 0, and for
-    /// a frequency above [`crate::PerfCoreConfig::sample_rate_hz`],
+    /// Returns [`PerfEventControlError::Invalid`] for a counting event, for a period of 0 or of at
+    /// least 2^63, and for a frequency above [`crate::PerfCoreConfig::sample_rate_hz`],
     /// [`PerfEventControlError::Driver`] if a driver rejects the period (the rejected period is not
     /// applied), and [`PerfEventControlError::Closed`] if the event is closed.
     pub fn set_period(&self, period: u64) -> Result<(), PerfEventControlError> {
@@ -217,10 +217,10 @@ impl EventHandle {
     ///
     /// # Errors
     ///
-    /// Returns [`PerfEventControlError::Invalid`] for 0 and for families (VM-wide events with
-    /// children), [`PerfEventControlError::Driver`] if the driver rejects the request (the previous
-    /// overflow point then remains armed), and [`PerfEventControlError::Closed`] if the event is
-    /// closed.
+    /// Returns [`PerfEventControlError::Invalid`] for 0, for 2^63 and above, and for families
+    /// (VM-wide events with children), [`PerfEventControlError::Driver`] if the driver rejects the
+    /// request (the previous overflow point then remains armed), and
+    /// [`PerfEventControlError::Closed`] if the event is closed.
     #[inline]
     pub fn arm(&self, overflow_in: u64) -> Result<u64, PerfEventControlError> {
         if !is_armable(overflow_in) || self.is_family() {

@@ -88,7 +88,8 @@ impl PerfCore {
 
     /// Returns the time, on [`crate::PerfCoreConfig::clock`], at which [`PerfCore::rotate`] is due,
     /// or `None` if no groups share slots. Under [`crate::mux::MuxPolicy::Adaptive`] the intervals
-    /// are irregular. Under [`crate::mux::MuxPolicy::Rotate`], returns the time of the next tick.
+    /// are irregular. Under [`crate::mux::MuxPolicy::Rotate`], a rotation is always due, because
+    /// every tick rotates.
     #[must_use]
     pub fn next_turn_ns(&self) -> Option<u64> {
         let vcpus = self.inner.vcpus.load();

@@ -105,8 +105,8 @@ impl EventHandle {
         self.inner.close();
     }
 
-    /// Returns the number of children of the event: one per current vCPU for a VM-wide event, and 0
-    /// for all other events.
+    /// Returns the number of live children of the event: one per vCPU that a VM-wide event covers,
+    /// and 0 for all other events.
     #[must_use]
     pub fn children(&self) -> usize {
         self.inner.event.family().map_or(0, |f| f.live().len())

@@ -151,10 +151,13 @@ impl EventHandle {
     /// # core.add_vcpu(VcpuId(0), 1)?;
     /// # let session = core.session(0, SessionRole::Admin);
     /// # let (target, flags) = (EventOpenTarget::Vcpu(VcpuId(0)), OpenFlags::default());
-    /// let event = core.open(&session, Attr::sampling(EventType::SIM, 1, 100), target, None,
-    /// flags)?; assert!(event.pause_output(true).is_err(), "it has no ring"); let ring =
-    /// event.map(4, false)?; // the oldest records are overwritten event.pause_output(true)?; //
-    /// ... the content of the ring does not change while it is read ... event.pause_output(false)?;
+    /// let attr = Attr::sampling(EventType::SIM, 1, 100);
+    /// let event = core.open(&session, attr, target, None, flags)?;
+    /// assert!(event.pause_output(true).is_err(), "it has no ring");
+    /// let ring = event.map(4, false)?; // the oldest records are overwritten
+    /// event.pause_output(true)?;
+    /// // ... the content of the ring does not change while it is read ...
+    /// event.pause_output(false)?;
     /// # Ok(())
     /// # }
     /// ```

@@ -85,7 +85,7 @@ impl PerfCore {
     ///
     /// # Errors
     ///
-    /// Returns an [`PerfEventOpenError`], which maps to the errno of `perf_event_open(2)`. A failed
+    /// Returns a [`PerfEventOpenError`], which maps to the errno of `perf_event_open(2)`. A failed
     /// call has no effect.
     pub fn open(
         &self,

@@ -179,7 +179,7 @@ impl EventHandle {
     }
 
     /// Reads only the count of an event, without its times. Cheaper than [`EventHandle::read`],
-    /// because the clock is not read.
+    /// because the clock is not read. A family (a VM-wide event with children) is read entirely.
     ///
     /// # Errors
     ///

@@ -116,9 +116,10 @@ impl VcpuEventContext {
         cell.lock().check_lost_slots(now_ns);
     }
 
-    /// Services the overflows of this context: accounts for them, writes SAMPLE records, and calls
-    /// `sink` for each event with a cookie that overflowed. Call this method after an overflow
-    /// signal. A call without a signal costs one driver call per armed event. Does not allocate.
+    /// Services the overflows of this context and of the VM context: accounts for them, writes
+    /// SAMPLE records, and calls `sink` for each event with a cookie that overflowed. Call this
+    /// method after an overflow signal. A call without a signal costs one driver call per armed
+    /// event. Does not allocate.
     ///
     /// No lock is held while `sink` is called, so `sink` may call methods of event handles.
     ///

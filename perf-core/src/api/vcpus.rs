@@ -136,10 +136,13 @@ impl PerfCore {
     /// # use std::sync::Arc;
     /// # use perf_core::{pmu::host::HostPmu, *};
     /// # fn main() -> Result<(), Box<dyn std::error::Error>> {
-    /// let core = PerfCore::builder().driver(Arc::new(HostPmu::software(None))).build()?; let cpu =
-    /// core.add_cpu(0)?; let session = core.session(0, SessionRole::Admin); //
-    /// PERF_COUNT_SW_CONTEXT_SWITCHES let attr = Attr::counting(EventType::SOFTWARE, 3); match
-    /// core.open(&session, attr, EventOpenTarget::Vcpu(cpu.id()), None, OpenFlags::default()) {
+    /// let core = PerfCore::builder().driver(Arc::new(HostPmu::software(None))).build()?;
+    /// let cpu = core.add_cpu(0)?;
+    /// let session = core.session(0, SessionRole::Admin);
+    /// // PERF_COUNT_SW_CONTEXT_SWITCHES
+    /// let attr = Attr::counting(EventType::SOFTWARE, 3);
+    /// let target = EventOpenTarget::Vcpu(cpu.id());
+    /// match core.open(&session, attr, target, None, OpenFlags::default()) {
     ///     Ok(switches) => println!("{} context switches on CPU 0", switches.read()?.value),
     ///     Err(error) => println!("CPU 0 cannot be counted: {error}"),
     /// }

@@ -10,8 +10,8 @@ use crate::pmu::{PmuEventTarget, VcpuId};
 use crate::schedule::{MuxConfig, SharePolicy};
 use crate::time::Clock;
 
-/// Value of [`ContextCell::owner`] for the VM context. No vCPU has this value, because no thread
-/// has the ID -1.
+/// Value of [`ContextCell::owner`] for the VM context. No other context has this value, because
+/// none has both the highest number and the thread ID -1.
 const VM: u64 = u64::MAX;
 
 /// Owner of a context: the VM, vCPU, thread or CPU that the events of the context count.
@@ -34,7 +34,7 @@ pub(crate) enum ContextOwner {
 pub(crate) struct ContextCell {
     inner: Lock<Context>,
     cpu: Option<u32>,
-    /// Thread ID of the vCPU in records, or 0 for a VM or CPU context.
+    /// Thread ID of the vCPU or thread in records, or 0 for a VM or CPU context.
     record_tid: u32,
     /// `true` for the context of a vCPU, in which VM-wide events have children.
     is_vcpu: bool,
@@ -47,7 +47,7 @@ pub(crate) struct ContextCell {
     /// Number of events in the context that count software events raised by the VMM. Can be read
     /// without the lock.
     pub raised_events: AtomicUsize,
-    /// Software events that were raised while another holder had locked the context.
+    /// Software events that were raised while the lock of the context was held.
     pub deferred: DeferredEvents,
 }
 
@@ -117,7 +117,7 @@ impl ContextCell {
         self.raised_events.store(n, Ordering::Relaxed);
     }
 
-    /// Returns the thread ID of the vCPU in records, or 0 for a VM or CPU context.
+    /// Returns the thread ID of the vCPU or thread in records, or 0 for a VM or CPU context.
     pub fn record_tid(&self) -> u32 {
         self.record_tid
     }

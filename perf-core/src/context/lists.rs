@@ -84,7 +84,8 @@ impl Context {
         }
     }
 
-    /// Marks an event as throttled: its overflows are suppressed until the next tick.
+    /// Marks an event as throttled: its overflows are suppressed until the next tick at which it is
+    /// active.
     pub fn mark_throttled(&mut self, key: EventKey) {
         self.events[key].sampling.throttled = true;
         if self.events[key].state == EventState::Active {

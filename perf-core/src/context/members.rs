@@ -172,8 +172,7 @@ fn class_of(owner: Owner, pinned: bool) -> GroupClass {
     }
 }
 
-/// Returns the ID of the software event that this event counts, or `None` if the VMM does not raise
-/// it.
+/// Returns the ID of the raised software event that this event counts.
 #[expect(
     clippy::cast_possible_truncation,
     reason = "the number was checked when the event was opened"

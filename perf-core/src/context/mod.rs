@@ -85,7 +85,8 @@ pub(crate) struct Context {
     pub ticks: u64,
     /// Index into the frequency list at which the next tick continues to adjust periods.
     pub next_frequency: usize,
-    /// Events that had unserviced overflows when they were scheduled out.
+    /// Events whose overflows are pending and not yet serviced, for example because the events were
+    /// scheduled out.
     pub pending: Vec<EventKey>,
     /// `true` if overflows are pending, or if a driver event is armed and may overflow at any time.
     /// Can be read without the lock, so that a vCPU locks the VM context only if necessary.
@@ -199,8 +200,8 @@ impl Context {
         count
     }
 
-    /// Resumes an event that [`Context::pause`] paused, if the event is still active. On failure,
-    /// the event is scheduled out.
+    /// Resumes an event that [`Context::pause`] paused. The event must still be active. On failure,
+    /// its group is scheduled out.
     pub fn resume(
         &mut self,
         key: EventKey,
@@ -241,7 +242,8 @@ impl Context {
         self.schedule_enabled(key, now_ns);
     }
 
-    /// Queues the group of an event that was just enabled, and schedules all groups that can run.
+    /// Queues the group of an enabled event and schedules it if possible. Has no effect while the
+    /// leader is off or in the error state.
     fn schedule_enabled(&mut self, key: EventKey, now_ns: u64) {
         let group = self.events[key].group;
         self.update_wants(group);

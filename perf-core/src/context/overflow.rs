@@ -249,8 +249,8 @@ impl Context {
     }
 
     /// Discards the pending overflows of all events after the vCPU was removed, because its
-    /// registers are no longer available for samples. Each of these events writes a LOST record or,
-    /// if the ring is full, counts lost records.
+    /// registers are no longer available for samples. Each of these events that has a ring counts
+    /// one lost sample and writes a LOST record, or counts it in the ring if the ring is full.
     pub fn discard_pending(&mut self, by: SampleId) {
         while let Some(key) = self.pending.pop() {
             let event = &mut self.events[key];
@@ -282,8 +282,9 @@ impl Context {
         }
     }
 
-    /// Accounts for one interrupt and writes its records. The sample may only be added to `due`,
-    /// which is written later. Returns `true` if the event must be throttled now.
+    /// Accounts for one interrupt and writes its records, except the sample, whose period is added
+    /// to `due`. The caller writes the samples in `due`. Returns `true` if the event must be
+    /// throttled now.
     fn one_overflow(
         &mut self,
         pass: &ServicePass<'_>,
@@ -440,9 +441,9 @@ impl Context {
     /// Performs the sampling part of a tick: unthrottles events, and adjusts the periods of active
     /// frequency-based events.
     ///
-    /// The work per tick is bounded: besides the periods of throttled events, a tick adjusts at
-    /// most [`FREQUENCIES_PER_TICK`] periods, and the next tick continues with the following
-    /// events.
+    /// The work per tick is bounded. Unthrottling costs less than the overflows that caused the
+    /// throttling. Besides the periods of throttled events, a tick adjusts at most
+    /// [`FREQUENCIES_PER_TICK`] periods, and the next tick continues with the following events.
     ///
     /// `by` identifies the source of the tick in records.
     pub fn tick_sampling(&mut self, now_ns: u64, tick_hz: u64, by: SampleId) {

@@ -130,7 +130,8 @@ impl Context {
         }
     }
 
-    /// Returns the time of the next rotation in this context, or `None` if no groups share slots.
+    /// Returns the time of the next rotation in this context, or `None` if no groups share slots or
+    /// the context is scheduled out.
     pub fn next_turn_ns(&self) -> Option<u64> {
         if !self.clock.is_active() {
             return None;
@@ -138,8 +139,8 @@ impl Context {
         self.pools.iter().filter_map(SlotPool::next_turn_ns).min()
     }
 
-    /// Returns how much work a tick has to do for this context. Guest counters need no ticks,
-    /// because they are never throttled.
+    /// Returns how much work a tick has to do for this context. A sampling event of an operator may
+    /// be throttled, and then needs a tick. Guest counters are never throttled.
     pub fn tick_need(&self) -> PendingTickWork {
         if !self.clock.is_active() {
             return PendingTickWork::None;
@@ -177,8 +178,8 @@ impl Context {
     }
 
     /// Handles a group that could not be scheduled. A pinned group enters the error state. A
-    /// flexible hardware group is retried at each rotation, and a flexible software group at each
-    /// tick.
+    /// flexible hardware group is retried at each rotation, and a flexible software group at one of
+    /// the next ticks.
     pub fn handle_unschedulable(
         &mut self,
         group: MuxGroupKey,
@@ -330,7 +331,8 @@ impl Context {
         self.handle_unschedulable(group, PinnedEventFailureCause::of(error), time, now_ns);
     }
 
-    /// Schedules an active event out. `stop` receives the context time and stops the driver event.
+    /// Schedules an active event out. `stop` is [`Event::stop`] or [`Event::complete_stop`] and
+    /// receives the context time.
     fn deactivate(&mut self, key: EventKey, stop: impl FnOnce(&mut Event, u64), now_ns: u64) {
         let time = self.clock.advance(now_ns);
         if self.events[key].slices.is_some() {

@@ -14,8 +14,9 @@ const RAISED_MAX: u64 = 1 << 61;
 impl Event {
     /// Returns `true` if this event counts a software event that is raised in CPU mode `mode`.
     ///
-    /// An active event counts. While the context is scheduled out, an inactive event counts too,
-    /// unless its leader is off or in the error state. All other events do not count.
+    /// An active event counts. While the context is scheduled out, as for a vCPU thread that is off
+    /// its CPU, an inactive event counts too, unless its leader is off or in the error state. All
+    /// other events, and events that exclude `mode`, do not count.
     fn takes(&self, leader: EventState, context_active: bool, mode: Option<CpuMode>) -> bool {
         let counting = match self.state {
             EventState::Active => true,

@@ -17,8 +17,8 @@ use crate::schedule::ClassQueue;
 use crate::time::EventTimeTotals;
 
 impl Context {
-    /// Returns the count and times of one event, excluding its children. The count and the times
-    /// belong to the same moment.
+    /// Returns the count and times of one event, excluding its children. Reads the count first,
+    /// because the read may detect a lost counter, which changes the times.
     #[inline]
     pub fn totals(&mut self, key: EventKey, now_ns: u64) -> Totals {
         let time = self.clock.advance(now_ns);
@@ -137,8 +137,8 @@ impl Context {
         self.update_page(key, now_ns);
     }
 
-    /// Updates the control page of an event that owns a ring. Not used for families, whose pages
-    /// are updated when the family is read.
+    /// Updates the control page of an event that owns a ring. Has no effect on a family, whose page
+    /// is updated when the family is read, because its children have their own locks.
     pub fn update_page(&mut self, key: EventKey, now_ns: u64) {
         let event = &self.events[key];
         if matches!(event.source, Source::Family) {

@@ -270,8 +270,9 @@ impl Event {
         self.state = EventState::Inactive;
     }
 
-    /// Restarts the stopped driver event of an active event and arms it for the next overflow of
-    /// the event. On an error, the driver event stays stopped and the event must be scheduled out.
+    /// Stops the driver event of an active event and starts it again, armed for the next overflow
+    /// unless the event is throttled. On an error, the driver event stays stopped and the event
+    /// must be scheduled out.
     pub fn restart(&mut self) -> Result<(), PmuError> {
         let overflow_in = self.sampling.overflow_in();
         let Source::Driver(driver) = &mut self.source else {

@@ -78,7 +78,7 @@ pub(crate) struct RegsRequest {
     pub stack_bytes: u32,
     /// Parameters of the branch stack, or `None` if no sample contains one.
     pub branches: Option<BranchStackConfig>,
-    /// `true` if the samples need not wait until the branches are known.
+    /// `true` if at least one sample must not wait until the branches are known.
     pub without_branches: bool,
 }
 
@@ -122,7 +122,7 @@ impl RegsRequest {
 }
 
 /// Register data of a sample, cached so that each part is read from the vCPU only once per
-/// overflow. Raw sample data is not cached.
+/// overflow. Raw data, user registers and user stack are not cached.
 #[derive(Debug, Default)]
 pub(crate) struct RegsCache {
     mode: Option<CpuMode>,

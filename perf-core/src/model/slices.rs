@@ -1,4 +1,4 @@
-//! Time slices of multiplexed events, as input of an [`CountEstimator`], and sums of estimates over
+//! Time slices of multiplexed events, as input of a [`CountEstimator`], and sums of estimates over
 //! a family.
 //!
 //! A slice starts when the event is scheduled in and ends when another event replaces it. Slices

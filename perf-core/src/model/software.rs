@@ -69,7 +69,8 @@ software_ids! {
 pub(crate) const IDS: usize = 12;
 
 impl SoftwareEventId {
-    /// Returns the event with number `config`, or `None` if there is no such event.
+    /// Returns the event with number `config`, or `None` if there is no such event (`EINVAL` on
+    /// open).
     #[must_use]
     pub fn from_config(config: u64) -> Option<Self> {
         Self::ALL.get(usize::try_from(config).ok()?).copied()
@@ -91,8 +92,8 @@ pub enum RecursionContext {
     Nmi,
 }
 
-/// Software events that were raised while another holder had locked the context. The next thread
-/// that locks the context accounts for them.
+/// Software events that were raised while the context lock was held. The next thread that locks the
+/// context accounts for them.
 #[derive(Debug, Default)]
 pub(crate) struct DeferredEvents {
     counts: [AtomicU64; IDS],

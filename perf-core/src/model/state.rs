@@ -11,7 +11,7 @@ pub enum EventState {
     /// Enabled event that waits for its context to be scheduled in, for its group leader, or for a
     /// slot.
     Inactive,
-    /// Event that is scheduled on the PMU and counts.
+    /// Event that is scheduled in and counts.
     Active,
 }
 

@@ -38,9 +38,9 @@
 //! assert_eq!(on, Some(groups[0]));
 //! // When the turn is over a group leaves, the slots are filled anew, and the queue is told how
 //! // the group's rate went.
-//! assert_eq!(queue.turn(0), None, "turns begin now");
+//! assert_eq!(queue.rotate_if_due(0), None, "turns begin now");
 //! let due = queue.next_turn_ns().unwrap();
-//! assert_eq!(queue.turn(due), Some(groups[0]));
+//! assert_eq!(queue.rotate_if_due(due), Some(groups[0]));
 //! queue.slice_ended(groups[0], Some(0.3));
 //! ```
 

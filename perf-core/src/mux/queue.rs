@@ -3,8 +3,8 @@
 use super::list::{GroupList, ListLink};
 use super::{MuxGroupKey, MuxPolicy};
 
-/// Maximum number of groups that one search for the next group skips: exclusive groups that
-/// conflict with active groups, or groups with steady rates that yield their turns.
+/// Maximum number of groups that one search for the next group skips: groups that conflict with
+/// active groups ([`SlotOfferOutcome::NotNow`]), or steady groups that yield their turns.
 const SKIP_MAX: usize = 8;
 
 /// Candidate multiplexing intervals, in units of the interval of [`MuxPolicy::Rotate`]. Powers of
@@ -224,11 +224,10 @@ pub struct MuxQueue {
     phase: Phase,
     /// Number of intervals left in the current phase.
     intervals_left: IntervalCount,
-    /// Number of rotations before the next phase shift. The shift is skipped if no group has
+    /// Number of rotations before the next phase shift. The shift is postponed while no group has
     /// [`Confidence::Suspect`].
     run: RotationCount,
-    /// Number of groups that have had [`Confidence::Suspect`] since the length of the interval was
-    /// last changed.
+    /// Number of groups that have [`Confidence::Suspect`] in the current era.
     suspects: usize,
     /// Results of the current phase shift. `checked`: number of groups with [`Confidence::Suspect`]
     /// that were checked. `revealed`: number of these groups in which the shift revealed a pattern.
@@ -574,8 +573,8 @@ impl MuxQueue {
         }
     }
 
-    /// Returns the next group to which a slot is offered. Skips `skip` groups that conflict with
-    /// active groups.
+    /// Returns the next group to which a slot is offered. `skip` is the number of offers so far to
+    /// groups that conflict with active groups.
     fn pick(&mut self, skip: usize) -> Option<MuxGroupKey> {
         if skip > 0 {
             let mut key = self.waiting.front()?;

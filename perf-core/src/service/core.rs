@@ -155,7 +155,8 @@ impl CoreInner {
         drivers.iter().filter_map(slots).min().unwrap_or(0)
     }
 
-    /// Reserves slots for VM-wide events in all contexts, and replans the contexts.
+    /// Reserves slots for VM-wide events in all contexts except that of the VM, and replans these
+    /// contexts.
     pub fn reserve_slots(&self, reserved: usize) {
         let _topology = self.topology();
         for vcpu in self.vcpus.load().iter() {
@@ -172,9 +173,9 @@ impl CoreInner {
         Some((at, Arc::clone(&drivers[at].pmu), drivers[at].capacity))
     }
 
-    /// Returns the trailer of a record that context `origin` writes at time `time_ns`. For the
-    /// context of a host CPU, the trailer does not identify a thread, because the running thread is
-    /// unknown.
+    /// Returns the trailer of a record that originates from context `origin` at time `time_ns`. For
+    /// the context of a host CPU, the trailer does not identify a thread, because the running
+    /// thread is unknown.
     pub fn record_origin(&self, origin: &ContextCell, time_ns: u64) -> SampleId {
         let (pid, tid, cpu) = match (origin.cpu(), origin.vcpu()) {
             (Some(cpu), _) => (u32::MAX, u32::MAX, cpu),

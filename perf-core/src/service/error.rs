@@ -40,7 +40,8 @@ impl PerfEventControlError {
     }
 }
 
-/// Error returned when an event cannot be opened ([`crate::PerfCore::open`]).
+/// Error returned when an event cannot be opened ([`crate::PerfCore::open`]) or a vCPU cannot be
+/// added or removed.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum PerfEventOpenError {

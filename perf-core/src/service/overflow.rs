@@ -46,8 +46,8 @@ impl OverflowService<'_> {
     ///
     /// The context is locked twice, first to find the overflowed events and then to account for
     /// them. In between, no lock is held while the registers for the samples are read. The
-    /// registers are read only once per call. If no sample needs registers, the context is locked
-    /// only once.
+    /// registers belong to a single point in time, so they are not read again for further events.
+    /// If no sample needs registers, the context is locked only once.
     fn serve(&mut self, cell: &ContextCell, sink: &mut dyn FnMut(OverflowReport)) -> u32 {
         let mut noticed = OverflowSearch::default();
         loop {

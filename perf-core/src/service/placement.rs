@@ -78,9 +78,9 @@ impl CoreInner {
                 (package || !leads_family.unwrap_or(attr.inherit)).then_some(event)
             }
             Err(error @ (PmuError::NoSuchEvent | PmuError::Unsupported(_))) => {
-                // A driver that cannot count a VM may count its vCPUs. The error is final if there
-                // is no vCPU yet and later vCPUs would not inherit the event. For a sibling, the
-                // leader's `inherit` flag applies.
+                // A driver that cannot count a VM may count its vCPUs. The error is final if the
+                // leader is not a family, or if there is no vCPU yet and later vCPUs would not
+                // inherit the event. For a sibling, the leader's `inherit` flag applies.
                 let none = !self.vcpus.load().iter().any(|v| v.cell.load().is_vcpu());
                 let inherits = leader.map_or(attr.inherit, |l| l.shared.attr.inherit);
                 if leads_family == Some(false) || (none && !inherits) {
@@ -129,8 +129,8 @@ impl CoreInner {
         let Some(hardware) = HardwareNeeds::of(at, &*pmu, capacity, attr) else {
             return Ok(());
         };
-        // Counter assignments of open events of this driver: those of the event's group, and those
-        // of all groups.
+        // Counter assignments of VM-wide events of this driver: those of the event's group, and
+        // those of all groups that a new vCPU inherits.
         let (mut group, mut all) = (
             CounterAssignments::new(hardware.counters),
             CounterAssignments::new(hardware.counters),

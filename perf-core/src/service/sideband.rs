@@ -81,7 +81,8 @@ impl CoreInner {
     }
 
     /// Writes a SWITCH record for `vcpu` with context `cell`. Writes nothing after the vCPU was
-    /// removed, because no SWITCH record may follow the EXIT record of the vCPU.
+    /// removed, because no SWITCH record may follow the EXIT record of the vCPU, which is written
+    /// under the same locks.
     pub fn switch_record(&self, vcpu: &VcpuEventContext, cell: &ContextCell, out: bool) {
         let by = self.record_origin(cell, cell.now_ns());
         let record = |sample_id| SwitchRecord { out, sample_id };

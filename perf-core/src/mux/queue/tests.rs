@@ -36,7 +36,6 @@ fn play(queue: &mut MuxQueue, slots: usize, until_ns: u64, groups: usize) -> Vec
     on_ns
 }
 
-/// Under round robin, equal groups are active for equal times, within one interval (behavior P8).
 /// About a quarter of the slices of each group is read in the middle, if slices are longer than one
 /// interval.
 #[test]
@@ -87,6 +86,8 @@ fn aliasing_expires() {
     assert!(!queue.has_aliasing());
 }
 
+/// Under round robin, equal groups are active for equal times, within one interval per slot
+/// (behavior P8).
 #[test]
 fn p8_rotation_is_fair_within_one_interval() {
     for (groups, slots) in [(2, 1), (5, 2), (8, 3), (7, 6)] {
