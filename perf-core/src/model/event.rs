@@ -106,7 +106,7 @@ pub(crate) struct Event {
     base: u64,
     /// Driver count at the last read of the driver event.
     raw: u64,
-    /// Reason and time of the failure, if the event is in the error state.
+    /// Reason and time of the last failure. Valid while the event is in the error state.
     pub failure: Option<PinnedEventFailure>,
     /// Context time at which the event was last scheduled in, in nanoseconds.
     pub on_since_ns: u64,
@@ -398,8 +398,8 @@ impl Event {
         self.output.is_some() && self.shared.attr.sample_type.contains(SampleType::BRANCH_STACK)
     }
 
-    /// Writes a record other than a sample to the ring of the event, if it has one. A record that
-    /// does not fit is counted as lost in the ring and in the opened event.
+    /// Writes a record other than a sample to the ring of the event, if it has one. If the ring is
+    /// full, the record is counted as lost in the ring and in the opened event.
     pub fn write_record(&self, record: &impl EncodeRecord) {
         if let Some(output) = &self.output {
             let format = RecordFormat::from(&self.shared.attr);

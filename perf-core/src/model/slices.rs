@@ -74,8 +74,8 @@ impl Slices {
         };
     }
 
-    /// Returns the change of the event's rate between its last two slices
-    /// ([`CountEstimator::last_step`]).
+    /// Returns the change of the event's rate between its last two slices, relative to the mean
+    /// rate ([`CountEstimator::last_step`]).
     pub fn last_step(&self) -> Option<f64> {
         self.estimator.last_step()
     }
