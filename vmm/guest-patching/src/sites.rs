@@ -111,9 +111,10 @@ impl RdpmcSites {
 pub fn from_saved(saved: &[SavedRdpmcSite]) -> Option<Vec<RdpmcSite>> {
     let possible = saved.len() <= MAX_SITES
         && saved.iter().all(|site| {
-            let length = usize::from(site.length);
-            (RDPMC.len()..=MAX_INSTRUCTION_BYTES).contains(&length)
-                && usize::from(site.lead) <= length - RDPMC.len()
+            let (length, lead) = (usize::from(site.length), usize::from(site.lead));
+            length >= RDPMC.len()
+                && length + lead <= MAX_INSTRUCTION_BYTES
+                && site.phys.checked_sub(lead as u64).is_some()
                 && site.phys.checked_add(length as u64).is_some()
         });
     possible.then(|| {
@@ -320,6 +321,23 @@ mod tests {
         }
         assert_eq!(sites.length_at(0x40_0100), Some(3));
         assert_eq!(sites.length_at(0x40_0101), None);
+    }
+
+    #[test]
+    fn site_with_rex_prefix_survives_snapshot() {
+        let mut rex = site(0x40_0101, 0x40_0101, 2);
+        rex.prefix_len = 1;
+        let saved = RdpmcSites::new(std::slice::from_ref(&rex)).save();
+        assert_eq!(from_saved(&saved), Some(vec![rex]));
+        let impossible = |change: fn(&mut SavedRdpmcSite)| {
+            let mut saved = saved.clone();
+            change(&mut saved[0]);
+            from_saved(&saved)
+        };
+        assert_eq!(impossible(|site| site.length = 1), None);
+        assert_eq!(impossible(|site| site.lead = 14), None);
+        assert_eq!(impossible(|site| site.phys = 0), None);
+        assert_eq!(impossible(|site| site.phys = u64::MAX), None);
     }
 
     /// RDPMC instructions replaced in a later kernel are immediately visible to all vCPUs. The

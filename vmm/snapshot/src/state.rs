@@ -115,8 +115,8 @@ pub struct SavedRdpmcSite {
     pub phys: u64,
     /// Length of the instruction in bytes.
     pub length: u8,
-    /// Number of leading bytes that are prefixes in 64-bit code and separate instructions in 32-bit
-    /// code.
+    /// Number of bytes directly before `phys` that are prefixes of the instruction in 64-bit code
+    /// but separate instructions in 32-bit code.
     pub lead: u8,
     /// `true` if a port write of the guest's own code, which causes the same exit as the replaced
     /// RDPMC, may be directly before or after this instruction.
