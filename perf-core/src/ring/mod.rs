@@ -379,7 +379,7 @@ impl Ring {
     }
 
     /// Reports a hang-up to the reader: no more records will follow unless the event is refreshed.
-    /// The report persists until it is read. Only the first call has an effect.
+    /// The report persists until it is read.
     pub fn hang_up(&self) {
         self.wake.hang_up();
     }

@@ -8,7 +8,6 @@
 
 use std::io::Result;
 use std::os::fd::{AsRawFd, BorrowedFd};
-use std::sync::atomic::{AtomicBool, Ordering::AcqRel};
 
 use vmm_sys_util::eventfd::EventFd;
 
@@ -39,14 +38,12 @@ impl PollState {
 
 pub(super) struct ReaderNotifier {
     fd: EventFd,
-    hung_up: AtomicBool,
 }
 
 impl ReaderNotifier {
     pub(super) fn new() -> Result<Self> {
         Ok(Self {
             fd: EventFd::new(libc::EFD_NONBLOCK | libc::EFD_CLOEXEC)?,
-            hung_up: AtomicBool::new(false),
         })
     }
 
@@ -58,11 +55,9 @@ impl ReaderNotifier {
     }
 
     pub(super) fn hang_up(&self) {
-        // Done only once, because a hang-up persists until it is read, and later notifications
-        // cannot overwrite it.
-        if !self.hung_up.swap(true, AcqRel) {
-            let _ = self.fd.write(HANG_UP);
-        }
+        // The only error is EAGAIN when the count would overflow. The count then contains earlier
+        // hang-ups that the reader has not read.
+        let _ = self.fd.write(HANG_UP);
     }
 
     pub(super) fn take(&self) -> PollState {
