@@ -1,5 +1,8 @@
 //! Timers of perf-core in the main loop: one for ticks, and one for rotations of multiplexed events
 //! that are due between ticks.
+//!
+//! Under [`MuxPolicy::Rotate`], every tick rotates events. Under [`MuxPolicy::Adaptive`], perf-core
+//! determines when the next rotation is due, and the second timer fires then.
 
 use std::io;
 use std::os::fd::{AsRawFd, RawFd};

@@ -107,8 +107,8 @@ impl Console {
         })
     }
 
-    /// Returns the target of the console in the syntax of the command line, for example
-    /// `pty=/dev/pts/3`. Paths are absolute.
+    /// Returns the kind of the console and its absolute path, if it has one, for example
+    /// `pty=/dev/pts/3`.
     pub fn location(&self) -> &str {
         &self.location
     }
@@ -144,8 +144,7 @@ impl Console {
     }
 
     /// Returns the subscriber with which the main loop passes input to `guest` and output to
-    /// clients. When the operator types Ctrl-A x on a terminal, the subscriber writes to the
-    /// eventfd `quit`.
+    /// clients. When standard input contains Ctrl-A x, the subscriber writes to the eventfd `quit`.
     pub fn subscriber(
         &self,
         guest: Arc<dyn ConsoleInputSink>,

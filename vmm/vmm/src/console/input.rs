@@ -22,7 +22,7 @@ const KEYS: &str = "\r\nCtrl-A x       end the VM\r\nCtrl-A Ctrl-A  send Ctrl-A 
 pub struct ConsoleInput {
     source: StandardStream,
     guest: Arc<dyn ConsoleInputSink>,
-    /// Eventfd to which the subscriber writes when the operator types Ctrl-A x.
+    /// Eventfd to which the subscriber writes when the input contains Ctrl-A x.
     quit: EventFd,
     escape: ConsoleEscapeParser,
     waiting: VecDeque<u8>,
@@ -34,7 +34,7 @@ pub struct ConsoleInput {
 }
 
 impl ConsoleInput {
-    /// Creates a subscriber that passes standard input to `guest`. Ctrl-A x on a terminal writes to
+    /// Creates a subscriber that passes standard input to `guest`. Ctrl-A x in the input writes to
     /// `quit`.
     pub fn stdin(guest: Arc<dyn ConsoleInputSink>, quit: EventFd) -> Self {
         Self::on(libc::STDIN_FILENO, guest, quit)

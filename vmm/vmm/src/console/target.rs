@@ -10,7 +10,7 @@ pub const MAX_SOCKET_PATH: usize = 107;
 /// Target of a console's output and source of its input.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub enum ConsoleTarget {
-    /// Standard output and standard input. On a terminal, Ctrl-A x ends the VM.
+    /// Standard output and standard input. Ctrl-A x in the input ends the VM.
     #[default]
     Tty,
     /// A file to which output is appended, without input.

@@ -15,7 +15,8 @@ const MAX_READS: u32 = 256;
 pub const INT3: u8 = 0xcc;
 
 /// Translates the linear address `address` through the page tables of a vCPU with these registers.
-/// Returns `None` if the address is unmapped or the vCPU uses 32-bit paging, which is unsupported.
+/// Returns `None` if the address is unmapped or the vCPU uses 32-bit or PAE paging, which are
+/// unsupported.
 pub fn physical(memory: &GuestMemoryMmap, registers: &VcpuRegisters, address: u64) -> Option<u64> {
     let system = &registers.system;
     let regs = GuestRegs {

@@ -389,7 +389,7 @@ fn execution(address: u64) -> Option<HardwareBreakpoint> {
 }
 
 /// Returns a hardware breakpoint that stops after data accesses of type `kind`, or `None` if `kind`
-/// is reads only, which x86 does not support, or the range is not aligned.
+/// is reads only, which x86 does not support, or the length or the alignment is invalid.
 fn data(address: u64, length: u64, kind: WatchKind) -> Option<HardwareBreakpoint> {
     let fits = matches!(length, 1 | 2 | 4 | 8) && address.is_multiple_of(length);
     let access = match kind {

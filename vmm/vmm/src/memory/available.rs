@@ -103,7 +103,7 @@ impl CgroupVersion {
     }
 
     /// Returns whether a mount with this type and these options is a control group hierarchy of
-    /// this version that has the memory controller.
+    /// this version; for v1, with the memory controller.
     fn is(self, filesystem: &str, options: &str) -> bool {
         match self {
             Self::V1 => filesystem == "cgroup" && options.split(',').any(|option| option == "memory"),

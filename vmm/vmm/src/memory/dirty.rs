@@ -177,8 +177,8 @@ enum Method {
 /// Knowledge about the pages of a chunk of memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum ChunkState {
-    /// [`DirtyPages::take`] was not called for the chunk yet. All its pages count as dirty, unless
-    /// the guest has never touched the chunk.
+    /// [`DirtyPages::take`] has not returned pages of the chunk yet. All its pages count as dirty,
+    /// unless the chunk was never touched.
     New,
     /// Writes to the chunk are tracked since the last [`DirtyPages::take`].
     Observed,
@@ -202,7 +202,7 @@ pub struct DirtyPages {
 pub struct DirtyRanges {
     /// Dirty ranges, as offsets in RAM in ascending order.
     pub ranges: Vec<Range<u64>>,
-    /// `true` if these are the results of the first [`DirtyPages::take`] for the chunk.
+    /// `true` if [`DirtyPages::take`] returns pages of the chunk for the first time.
     pub is_first: bool,
 }
 

@@ -45,7 +45,8 @@ impl TouchedPages {
     }
 
     /// Returns whether a page of `ram` that is not in the page table is known to be zero. Returns
-    /// `false` if RAM is backed by a file, because such a page has the contents of the file.
+    /// `false` for shared memory and for the memory file of a snapshot, because such a page has the
+    /// contents of the file.
     fn is_known(ram: &GuestRam) -> bool {
         !ram.restored && !ram.kind.shared
     }

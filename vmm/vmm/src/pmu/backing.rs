@@ -131,7 +131,7 @@ pub fn check_policy(
 }
 
 /// Returns a message with the reason why `--backing auto` counts with the clock on a host that has
-/// a PMU. Returns `None` if another policy was chosen or the PMU can be used.
+/// a PMU. Returns `None` if another policy was chosen, or the PMU can be used or does not exist.
 pub fn clock_fallback(policy: CounterBackingPolicy, probe: &HostPerfCapabilities) -> Option<String> {
     let has_unusable_pmu = probe.hybrid || probe.mediated;
     let reason = probe.no_slots_because.as_ref().filter(|_| has_unusable_pmu)?;

@@ -22,8 +22,7 @@ pub enum BranchStackError {
         "branch stacks: this host's KVM does not single-step user code; record the kernel's branches with -j any,k"
     )]
     KernelOnly,
-    /// The VM emulates RDPMC with hardware breakpoints, which do not trigger while the vCPU is
-    /// single-stepped.
+    /// The VM emulates RDPMC with hardware breakpoints, which single-stepping would miss.
     #[error("branch stacks: unsupported with --rdpmc hwbp, whose breakpoints the steps would miss")]
     Breakpoints,
 }
@@ -56,7 +55,7 @@ pub enum BranchRecordsError {
         --backing than kvm"
     )]
     Model(PmuGeneration),
-    /// The host's KVM cannot single-step the guest.
+    /// The guest cannot be single-stepped.
     #[error("--lbr on: {0}; use --lbr off")]
     Host(BranchStackError),
 }
@@ -89,7 +88,7 @@ enum StackState {
     Requested(BranchStackConfig),
     /// Branches are being collected for the waiting samples.
     Collecting(BranchStackConfig),
-    /// The stack has its full depth, or its collection was ended early.
+    /// The stack has its full depth, or its collection ended early or was impossible.
     Complete,
 }
 

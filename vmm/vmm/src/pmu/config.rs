@@ -40,7 +40,7 @@ pub struct PmuConfig {
     /// Policy that decides whether the guest or the operators have priority when host counters are
     /// scarce.
     pub share: SharePolicy,
-    /// Policy that selects the multiplexing interval of events that share host counters.
+    /// Multiplexing policy of events that share host counters.
     pub mux: MuxPolicy,
     /// Initial multiplexing interval for [`MuxPolicy::Adaptive`]; `None` for the default.
     pub turn: Option<Duration>,

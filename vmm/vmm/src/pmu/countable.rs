@@ -13,8 +13,7 @@ use super::backing;
 use guest_patching::event_tables::KernelTableEvent;
 use guest_patching::uncounted::KernelEventSupport;
 
-/// Generic events that `perf stat` counts by default. A message names those that the guest cannot
-/// count.
+/// Common generic events of `perf stat`. A message names those that the guest cannot count.
 const PERF_STAT_EVENTS: [ArchEvent; 7] = [
     ArchEvent::CoreCycles,
     ArchEvent::RefCycles,
@@ -114,7 +113,7 @@ impl KernelEventSupport for CountableKernelEvents {
         self.filter.allows(issued.selection) && self.sources.of_request(&issued).next().is_some()
     }
 
-    /// Returns the names of the default events of `perf stat` that the guest cannot count. For an
+    /// Returns the names of the common events of `perf stat` that the guest cannot count. For an
     /// AMD model, reference cycles are not included, because processors before Zen 4 have no such
     /// event.
     fn missing_events(&self) -> Vec<&'static str> {

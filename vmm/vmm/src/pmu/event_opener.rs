@@ -5,8 +5,8 @@
 //!
 //! The exception is a user who may count without a capability (`kernel.perf_event_paranoid` 1 or
 //! less). A VM is not dumpable, so the kernel does not let another process of this user open events
-//! on it. Each thread of the VM then opens its own events, also on behalf of other threads
-//! (`remote_open.rs`).
+//! on it. Each thread of the VM then opens the events on itself, also those that other threads
+//! request (`remote_open.rs`).
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -92,8 +92,8 @@ impl VmEventOpener {
         }
     }
 
-    /// Converts an error of the broker to the error that perf_event_open(2) would return. Logs once
-    /// if the broker has exited.
+    /// Converts an error of the broker to that of perf_event_open(2), or to `BrokenPipe` if the
+    /// broker has exited, which is logged once.
     fn refused(&self, error: PerfBrokerError) -> io::Error {
         match error {
             PerfBrokerError::Refused(source) => source,

@@ -17,7 +17,7 @@ use sandbox::{
 };
 
 /// Resource limits of the worker process. For a distribution kernel, a search needs 150 MiB and
-/// half a second of CPU time, or thirty times as much on a fully emulated host.
+/// half a second of CPU time; thirty times as long on a fully emulated host.
 const LIMITS: WorkerLimits = WorkerLimits {
     memory_bytes: 512 << 20,
     cpu_seconds: 120,

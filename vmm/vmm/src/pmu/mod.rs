@@ -235,7 +235,7 @@ impl VmPmu {
         &self.core
     }
 
-    /// Adds the KVM statistics `stats` of vCPU `id`, which stay valid when the vCPU is removed.
+    /// Adds KVM's statistics `stats` of vCPU `id`. They stay valid, as KVM does not delete vCPUs.
     pub fn add_statistics(&self, id: u8, stats: OwnedFd) {
         if let Some(stats) = stats_file("a vCPU", stats) {
             self.kvm.add_vcpu(VcpuId(id.into()), stats);
@@ -313,7 +313,7 @@ pub struct VcpuPmu {
     /// Filter that lists the events that the guest may count.
     filter: Arc<EventFilter>,
     attached: Option<AttachedThread>,
-    /// `true` if the guest has written a PMU register since the last [`VcpuPmu::reconcile`].
+    /// `true` if a PMU register or the filter was changed since the last [`VcpuPmu::reconcile`].
     changed: bool,
     /// Part of the uncounted time that the guest's counters of it include, in nanoseconds.
     added_uncounted_ns: u64,
@@ -573,9 +573,9 @@ impl VcpuPmu {
         })
     }
 
-    /// Adds the events of a single step to the counters, or the duration of a step with unknown
-    /// outcome to the uncounted time. The caller must check [`VcpuPmu::take_count_overflow`] before
-    /// the next instruction.
+    /// Adds the events of a single step to the counters. If a part of the step is unknown, also
+    /// adds its duration to the uncounted time. The caller must check
+    /// [`VcpuPmu::take_count_overflow`] before the next instruction.
     pub fn feed_step(&mut self, step: &SingleStepOutcome) {
         let began = self.step_began.take();
         if let Some(attached) = &mut self.attached {
@@ -591,7 +591,7 @@ impl VcpuPmu {
     }
 
     /// Handles overflows and takes the samples that are due. Returns `true` if segment and control
-    /// registers were read for a sample.
+    /// registers were needed.
     pub fn service_overflows(&mut self, fd: &VcpuFd, synced: ExitRegisters) -> bool {
         let Some(attached) = self.attached.as_mut() else {
             return false;

@@ -286,7 +286,8 @@ pub struct VcpuSampleCache {
     stack: Vec<u8>,
     /// User registers of the sample whose user stack is in `stack`.
     user_regs: [u64; REGS_USER_LEN],
-    /// Time that the last sample took on the vCPU thread, in nanoseconds; 0 if not measured.
+    /// Time that the last sample took on the vCPU thread, including single-stepping for its branch
+    /// stack, in nanoseconds; 0 if not measured.
     held_ns: u32,
     /// Collector of the branch stack for the next sample.
     pub(super) branches: BranchStackCollector,
@@ -316,8 +317,8 @@ impl VcpuSampleCache {
         self.burst_ns = u32::try_from(ns).unwrap_or(u32::MAX);
     }
 
-    /// Ends the handling of overflows that began at `began`. Stores the duration if a sample was
-    /// taken and `began` is not `None`.
+    /// Ends the handling of overflows that began at `began`. If a sample was taken, stores the
+    /// duration (0 if `began` is `None`) plus the time of single-stepping.
     #[inline]
     pub fn end_overflow(&mut self, began: Option<Instant>) {
         if std::mem::take(&mut self.taken) {

@@ -1,5 +1,5 @@
-//! Adds the time for which a vCPU thread was runnable but waited for a host CPU to the guest's
-//! counters. Events of operators read the same time through [`perf_core::pmu::sched`].
+//! Measures the time for which a vCPU thread was runnable but waited for a host CPU, for the
+//! guest's counters. Events of operators read the same time through [`perf_core::pmu::sched`].
 
 use std::io;
 use std::sync::atomic::{AtomicBool, Ordering};

@@ -56,6 +56,7 @@ struct ActiveBurst {
     began_cpu_ns: u64,
     /// Value of [`Stepper::position`] at the start of the burst.
     first_step: u64,
+    /// Value of [`Stepper::position`] at which the burst ends.
     max_steps: u64,
 }
 

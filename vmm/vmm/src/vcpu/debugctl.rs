@@ -10,8 +10,8 @@ use vpmu::registers::IA32_DEBUGCTL;
 use vpmu::{PmuModel, Vendor};
 
 /// IA32_DEBUGCTL.LBR (bit 0): enables the branch records of the processor. Every processor accepts
-/// the bit, so guests may set it, but it is dropped. Forwarding it to KVM would start the branch
-/// records of the host.
+/// the bit, so guests may set it, but it is dropped, because guests have no such records.
+/// Forwarding it to KVM would start the branch records of the host.
 const LBR: u64 = 1 << 0;
 /// DebugCtl bits 5:2 of AMD processors, which once controlled pins. The bits are accepted and
 /// dropped, as KVM does.

@@ -98,7 +98,7 @@ impl Running {
     }
 
     /// Stops the machine and returns `true` if the debug exit `stop` was caused by the debugger's
-    /// breakpoint or step. Returns `false` if it belongs to the guest.
+    /// breakpoint or step. Returns `false` otherwise.
     pub(super) fn stop_for_debugger(&self, stop: &kvm_debug_exit_arch) -> bool {
         let first = self.debug.sites();
         let why = |debugger: &Debugger| debugger.stop_cause(self.id, first, stop);

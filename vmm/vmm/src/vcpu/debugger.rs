@@ -28,7 +28,7 @@ const DR6_STEP: u64 = 1 << 14;
 /// Interval at which a thread that waits for registers checks whether vCPU threads have ended.
 const CHECK_INTERVAL: Duration = Duration::from_millis(20);
 
-/// Registers of a vCPU that a debugger can read and change.
+/// Registers of a vCPU that a debugger can read. Changes to `system` have no effect.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct VcpuRegisters {
     /// General-purpose registers.
@@ -251,7 +251,7 @@ impl Debugger {
         self.kick();
     }
 
-    /// Resumes the machine. `go` returns what each vCPU does.
+    /// Resumes the vCPUs, each with the action that `go` returns for it.
     pub fn release(&self, switch: &dyn DebuggerRunControl, go: impl Fn(u8) -> ResumeAction) {
         lock(&self.stop).take();
         let _ = self.event.read();
@@ -425,8 +425,8 @@ impl Debugger {
             .any(|planted| planted.address == address)
     }
 
-    /// Returns why the debug exit `stop` belongs to the debugger, or `None` if it belongs to the
-    /// guest. The first hardware breakpoint of the debugger is in debug register number `first`.
+    /// Returns why the debug exit `stop` belongs to the debugger, or `None` if it does not. The
+    /// first hardware breakpoint of the debugger is in debug register number `first`.
     pub(super) fn stop_cause(
         &self,
         vcpu: u8,

@@ -42,7 +42,7 @@ reasons! {
     Rdmsr: "rdmsr",
     /// Write to a PMU register.
     Wrmsr: "wrmsr",
-    /// RDPMC that was replaced by a write to the trap port.
+    /// Write to the trap port, usually by a replaced RDPMC.
     Rdpmc: "rdpmc",
     /// Read from a device port.
     PortRead: "port_read",

@@ -21,7 +21,7 @@ pub enum VcpuError {
     /// Preparing the delivery of PMIs failed.
     #[error(transparent)]
     Pmi(#[from] pmi::PmiError),
-    /// A system call that prepares the vCPU failed.
+    /// A resource of the operating system, such as memory, could not be allocated.
     #[error("{0} failed")]
     Os(&'static str, #[source] io::Error),
 }

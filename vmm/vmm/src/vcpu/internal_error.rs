@@ -21,7 +21,7 @@ const CR0_PE: u64 = 1 << 0;
 pub(super) struct InternalError {
     exit: InternalErrorExit,
     rip: u64,
-    /// Operand size of the code segment: 16, 32 or 64 bits.
+    /// Size of the addresses in the code segment: 16, 32 or 64 bits.
     bits: u32,
     cpl: u8,
     /// Linear address of the instruction: RIP plus the base of CS.

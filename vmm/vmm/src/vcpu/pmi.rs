@@ -64,8 +64,8 @@ pub enum PmiDelivery {
 #[error("failed to deliver a PMI")]
 pub struct PmiError(#[from] KvmIoctlError);
 
-/// A PMI that the guest is still handling. Used in xAPIC mode, where the mask bit of LVTPC is not
-/// set.
+/// A PMI that the guest may still be handling. Replaces the mask bit of LVTPC in xAPIC mode, where
+/// the bit is not set.
 ///
 /// An Intel processor sets the mask bit when it delivers a PMI. The bit blocks further PMIs until
 /// the guest clears it, and a PMI is withdrawn if the guest clears the overflow status before that.

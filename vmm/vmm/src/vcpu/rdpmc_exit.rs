@@ -333,8 +333,8 @@ impl Running {
         Ok(waits)
     }
 
-    /// Prepares the delivery of a PMI to a guest that has just executed RDPMC. If the guest may not
-    /// have executed another instruction since, it repeats the RDPMC after the handler of the PMI.
+    /// Prepares the delivery of a PMI to a guest that has just executed RDPMC. If the guest has not
+    /// executed another instruction since, it repeats the RDPMC after the handler of the PMI.
     /// Returns the time for which the PMI must be delayed instead, if any.
     ///
     /// Linux updates an event in three steps: it reads the previous value, executes RDPMC, and

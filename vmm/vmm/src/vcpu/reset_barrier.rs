@@ -1,4 +1,13 @@
-//! Brings the vCPU threads to a common point while the machine is reset.
+//! Synchronizes the vCPU threads when the guest resets the machine.
+//!
+//! 1. A vCPU whose guest requests a reset sets the state to [`VmRunState::Resetting`]. Each thread
+//!    leaves the guest, closes the guest's counters and waits at the barrier (`wait_for_restart`).
+//!    The thread stays attached to the perf core, so events of operators continue.
+//! 2. When all vCPUs have arrived, the main loop resets memory and devices and releases the barrier
+//!    ([`VmRunControl::release_reset_barrier`]).
+//! 3. Each thread restores the initial state of its KVM vCPU and waits for the others. No vCPU
+//!    enters the guest before all are restored, because the boot processor may start the others
+//!    with its first instructions.
 
 use super::control::{VmRunControl, VmRunState};
 use crate::devices::cpu_plug::VcpuSet;

@@ -24,7 +24,8 @@ pub struct VcpuSlot {
     stats: VcpuStats,
     exits: Arc<VcpuExitStatistics>,
     parked: Mutex<Option<KvmVcpu>>,
-    /// Kernel thread ID of the current or last vCPU thread; 0 before the first.
+    /// ID, in the PID namespace of the host, of the current or last vCPU thread; 0 before the
+    /// first.
     thread: AtomicU32,
     /// Number of triple faults of the vCPU.
     shutdowns: AtomicU64,
@@ -72,12 +73,12 @@ impl VcpuSlot {
         self.leave.load(Ordering::Relaxed)
     }
 
-    /// Stores the kernel thread ID of the vCPU thread that has just started.
+    /// Stores the host thread ID of the vCPU thread that has just started.
     pub(super) fn set_thread_id(&self, thread: u32) {
         self.thread.store(thread, Ordering::Relaxed);
     }
 
-    /// Returns the kernel thread ID of the current or last vCPU thread, or 0 if none has started.
+    /// Returns the host thread ID of the current or last vCPU thread, or 0 if none has started.
     pub fn thread(&self) -> u32 {
         self.thread.load(Ordering::Relaxed)
     }

@@ -34,7 +34,8 @@ counters! {
     rdmsr: "PMU register reads (RDMSR)",
     /// Number of WRMSR instructions for a PMU register.
     wrmsr: "PMU register writes (WRMSR)",
-    /// Number of RDPMC instructions that were emulated at the trap port.
+    /// Number of RDPMC instructions that were emulated, at the trap port, a breakpoint or the
+    /// guest's #GP handler.
     rdpmc: "counter reads (RDPMC trap)",
     /// Number of stops at the guest's #GP handler, where RDPMC instructions that were not replaced
     /// are emulated.
@@ -58,7 +59,7 @@ counters! {
     /// Number of PMIs that were withdrawn before delivery, because the guest cleared the overflow
     /// status. Updated at the next PMI.
     pmi_withdrawn: "PMIs withdrawn while they waited",
-    /// Number of PMIs that were discarded because of an unusable delivery mode in LVTPC.
+    /// Number of PMIs that were discarded because LVTPC was unusable.
     pmi_dropped: "PMIs with no usable LVTPC mode",
     /// Number of entries into the guest at which a due PMI waited because LVTPC was masked.
     pmi_masked_waits: "entries with a PMI waiting for LVTPC",
@@ -117,7 +118,7 @@ impl SingleWriterStatistic {
         self.count.store(sum, Ordering::Relaxed);
     }
 
-    /// Sets the amount that the current vCPU thread has added to `n`. Only the vCPU thread may call
+    /// Sets to `n` the amount that the current vCPU thread has added. Only the vCPU thread may call
     /// this; see [`SingleWriterStatistic::inc`].
     pub fn set(&self, n: u64) {
         let before = self.before.load(Ordering::Relaxed);

@@ -23,11 +23,11 @@ use vm_memory::Bytes as _;
 use super::save::{SnapshotError, VmSnapshotInputs, saved_filter};
 use crate::memory::dirty::{DirtyPages, PAGE_BYTES};
 
-/// Size in bytes of the read memory at which a [`DirtyMemoryChunk`] is complete. The last chunk may
-/// exceed the size.
+/// Size in bytes of the contents at which a [`DirtyMemoryChunk`] is complete. Exceeded by at most
+/// the contents of one chunk of RAM.
 const PIECE_BYTES: u64 = 2 << 20;
-/// Number of ranges at which a [`DirtyMemoryChunk`] is complete. The last chunk may exceed the
-/// number.
+/// Number of ranges at which a [`DirtyMemoryChunk`] is complete. Exceeded by at most the ranges of
+/// one chunk of RAM.
 const MAX_RANGES: usize = 1024;
 /// Maximum number of chunks that one [`OutgoingMigration::read_memory`] examines. Each call delays
 /// the main loop.

@@ -1,8 +1,8 @@
 //! Starts slow KVM operations in the background, before the machine is built.
 //!
 //! KVM waits for RCU grace periods when it creates the interrupt controllers and the timer of a VM,
-//! and when it destroys the VM of the probe. Most of the time goes into these waits. Threads
-//! perform the operations while the main thread loads and checks the guest.
+//! and for the VM of the probe. Most of the time goes into these waits. Threads perform the
+//! operations while the main thread loads and checks the guest.
 
 use std::io;
 use std::thread::{Builder, JoinHandle};

@@ -56,7 +56,8 @@ pub(super) struct VmPlan<'a> {
     pub(super) config: &'a VmConfig,
     /// `true` if the guest has a PMU.
     pub(super) has_pmu: bool,
-    /// `true` if the VMM emulates the PMU registers and RDPMC, `false` if KVM's own vPMU does.
+    /// `true` if the VMM emulates the PMU registers and RDPMC, `false` without a PMU or if KVM's
+    /// own vPMU does.
     pub(super) traps: bool,
     /// `true` if RDPMC instructions in the kernel's text are replaced.
     pub(super) replaces: bool,
@@ -74,7 +75,7 @@ pub(super) struct VcpuParts<'a> {
     /// TSC frequency in kHz of the machine from which a VM is restored; `None` if the VM is not
     /// restored.
     pub(super) saved_tsc_khz: Option<u32>,
-    /// `true` if the CPUID table reports stolen time to the guest.
+    /// `true` if CPUID enumerates KVM's steal time record.
     pub(super) shows_steal_time: bool,
 }
 
@@ -367,8 +368,9 @@ impl<'a> VmPlan<'a> {
     }
 
     /// Returns whether RDPMC instructions that were not replaced are emulated at the guest's #GP
-    /// handler. Requires a free hardware breakpoint and a KVM on which RDPMC faults. For a kernel
-    /// other than Linux, the operator must also have requested the emulation.
+    /// handler. Requires a free hardware breakpoint, a KVM on which RDPMC faults, and another
+    /// backing than exact. For a kernel other than Linux, the operator must also have requested the
+    /// emulation.
     pub(super) fn has_gate(
         &self,
         kvm: &Kvm,

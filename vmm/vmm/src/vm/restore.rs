@@ -38,7 +38,7 @@ use crate::vcpu::saved::cpuid_leaf;
 /// again and again, waiting for a stable version.
 const MSR_KVM_STEAL_TIME: u32 = 0x4b56_4d03;
 /// Maximum difference between the TSC frequencies of two hosts, in parts per million. The measured
-/// frequency of one host differs by this much between two boots.
+/// frequency of one host may differ this much between two boots.
 const MAX_TSC_DIFFERENCE_PPM: u64 = 250;
 
 /// Source of the guest memory of a restored machine.

@@ -163,8 +163,8 @@ impl VmSnapshot {
     ///
     /// # Errors
     /// Returns [`SnapshotError::Unsupported`] with all parts that a snapshot cannot include, and
-    /// [`SnapshotError::Busy`] if the VM is ending, resetting, stopped by a debugger, or changing
-    /// the number of its vCPUs.
+    /// [`SnapshotError::Busy`] if the VM is resetting, stopped by a debugger, or removing a vCPU,
+    /// and [`SnapshotError::Ended`] if it has ended.
     pub fn begin(
         source: &Arc<VmSnapshotInputs>,
         options: BTreeMap<String, String>,

@@ -51,7 +51,7 @@ impl RunCache {
     }
 
     /// Returns the straight-line run that starts at `at`. Returns `None` if the run has too few
-    /// instructions to be worth a breakpoint.
+    /// instructions to be worth a breakpoint, or the code modifies itself or cannot be read.
     pub(super) fn find(
         &mut self,
         at: u64,

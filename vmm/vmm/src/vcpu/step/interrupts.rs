@@ -24,8 +24,8 @@ const FIRST_INTERRUPT: u8 = 32;
 const SHADOW_STI: u8 = 2;
 
 impl Stepper {
-    /// Sets breakpoints for one entry on the handlers of `vectors`, as found in the interrupt
-    /// descriptor table.
+    /// Sets breakpoints or traps for one entry on the handlers of `vectors`, as found in the
+    /// interrupt descriptor table.
     pub(super) fn watch_gates(
         &mut self,
         state: &VcpuState,

@@ -42,7 +42,7 @@ pub struct StepStats {
 /// Reason why an instruction of user code is decoded again after the guest's kernel has run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum RedecodeReason {
-    /// The instruction is a SYSCALL that was emulated. The result of the system call is in RAX on
+    /// The SYSCALL before the instruction was emulated. The result of the system call is in RAX on
     /// return.
     Called,
     /// The instruction could not be read, because its page is not mapped. The instruction faults,
@@ -57,7 +57,7 @@ pub(super) struct CurrentStep {
     pub(super) initial_state: SteppedCpuState,
     /// Class of the instruction that is being stepped.
     pub(super) class: InstructionClass,
-    /// Reason why the guest's kernel runs before the instruction is complete; `None` if it does not
+    /// Reason why the guest's kernel runs before the instruction is executed; `None` if it does not
     /// run.
     pub(super) after_kernel: Option<RedecodeReason>,
 }
@@ -75,7 +75,8 @@ pub(super) enum SteppingMode {
         /// `true` if the last instruction may have halted the vCPU.
         may_wait: bool,
     },
-    /// Only instructions at CPL 1 to 3 are stepped. The guest's kernel runs freely.
+    /// Only instructions at CPL 1 to 3 are counted. The guest's kernel runs freely, except with
+    /// [`UserResumeMethod::Walked`].
     UserOnly(UserResumeMethod),
 }
 

@@ -24,7 +24,7 @@ const NOTHING: PrivilegeLevels = PrivilegeLevels {
     kernel: false,
 };
 const HLT: u8 = 0xf4;
-/// Maximum number of entries for one test program.
+/// Maximum number of iterations of the vCPU loop for one test program.
 const MAX_ITERATIONS: usize = 20_000;
 
 /// A code sequence and the events that it retires: instructions, branches, taken branches,
