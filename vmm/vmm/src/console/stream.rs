@@ -635,7 +635,8 @@ mod tests {
         Listener::bind(&path).unwrap();
     }
 
-    /// A console on a pseudo-terminal passes data before and after a user opens the terminal.
+    /// A console on a pseudo-terminal passes data before and after a user opens the terminal. Guest
+    /// output is not echoed as input.
     #[test]
     fn pty_console_works_before_and_after_open() {
         let mut rig = rig(true);

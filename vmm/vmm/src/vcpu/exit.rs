@@ -48,7 +48,7 @@ struct ExitHandler<'v> {
 
 impl ExitHandler<'_> {
     /// Returns `true` if a write to [`TRAP_PORT`] may come from code that the VMM has placed in the
-    /// guest: a replaced RDPMC, or a trap of the stepper.
+    /// guest: a replaced RDPMC, a trap at the guest's #GP handler, or a trap of the stepper.
     fn has_trap_port(&self) -> bool {
         self.rdpmc.is_some() || self.stepper.is_some()
     }
@@ -214,7 +214,7 @@ impl Running {
     }
 
     /// Handles a write to the trap port, which comes from a trap of the stepper, a replaced RDPMC,
-    /// or the guest itself.
+    /// a trap at the guest's #GP handler, or the guest itself.
     pub(super) fn trap_port_exit(&mut self, byte: u8) -> Result<LoopAction, VcpuFailure> {
         if let (Some(stepper), Some(pmu)) = (&mut self.stepper, &mut self.pmu)
             && let Some(step) = stepper.trapped(&mut self.fd)?

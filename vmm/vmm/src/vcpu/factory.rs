@@ -95,7 +95,8 @@ pub struct VcpuFactory {
     pub rdpmc: Option<RdpmcConfig>,
     /// Parameters of single-stepping for the exact backing; `None` with another backing.
     pub stepper: Option<StepperConfig>,
-    /// Parameters of single-stepping for branch stacks; `None` if there are none.
+    /// Parameters of single-stepping for branch stacks and branch records; `None` if neither is
+    /// possible.
     pub bursts: Option<StepperConfig>,
     /// Pinning of vCPUs to host CPUs.
     pub pins: VcpuPinning,

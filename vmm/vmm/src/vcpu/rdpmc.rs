@@ -229,7 +229,8 @@ impl PrivilegeState {
 /// it does not.
 #[derive(Debug, Default)]
 pub(super) struct KernelCheckBackoff {
-    /// Number of writes to PMU registers since the kernel has changed.
+    /// Number of writes to PMU registers since the kernel has changed. A check is due at each power
+    /// of two.
     writes: u32,
     /// Number of writes to PMU registers since the last check.
     unseen: u32,
