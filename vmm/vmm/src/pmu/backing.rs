@@ -1,5 +1,5 @@
 //! Determines which backings (sources of the guest's counts) this host supports, and which events
-//! they can count. A VM uses one backing, chosen at its start.
+//! they can count. The policy is chosen once per VM.
 
 use crate::kvm::cpuid::read_host;
 use crate::kvm::host::Kvm;

@@ -321,7 +321,7 @@ pub struct VcpuPmu {
     pending_changes: u64,
     /// Time at which the current single step was prepared; `None` without stepping.
     step_began: Option<Instant>,
-    /// `true` if an overflow must be handled although no signal announces it.
+    /// `true` if an overflow, for example of a count that the VMM adds, is due without a signal.
     count_overflow: bool,
     /// Registers and buffers that the vCPU keeps between samples.
     samples: VcpuSampleCache,

@@ -108,7 +108,7 @@ pub(super) enum UserResumeMethod {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum GateStopMethod {
     /// Trap code, which replaces the first instruction of the handler for one entry. Possible only
-    /// if the VM has a single vCPU.
+    /// if the VM has a single vCPU, because guest memory is changed.
     Code,
     /// Free breakpoint registers.
     Breakpoints,

@@ -88,8 +88,9 @@ impl Stepper {
         Ok(Some(step))
     }
 
-    /// Emulates SYSCALL (SDM vol. 2B, APM vol. 3). Sets the trap flag only in the flags that
-    /// SYSCALL saves. Returns `false` if SYSCALL would fault.
+    /// Emulates SYSCALL (SDM vol. 2B, APM vol. 3), which does not access memory in 64-bit mode.
+    /// Sets the trap flag only in the flags that SYSCALL saves. Returns `false` if SYSCALL would
+    /// fault.
     #[expect(clippy::cast_possible_truncation, reason = "bits 47:32")]
     pub(super) fn emulate_syscall(&self, fd: &VcpuFd, mut state: VcpuState) -> Result<bool, SingleStepError> {
         if !state.is_64bit() || state.sregs.efer & EFER_SCE == 0 {
