@@ -19,7 +19,7 @@ pub trait KernelEventSupport: Debug + Send + Sync {
     /// family and model.
     fn can_count_topdown(&self) -> bool;
 
-    /// Returns the names of the default `perf stat` events that cannot be counted.
+    /// Returns the names of the common `perf stat` events that cannot be counted.
     fn missing_events(&self) -> Vec<&'static str>;
 }
 
