@@ -21,9 +21,9 @@ use virtio_devices::disk::view::UnlockedDiskView;
 const MOST: u64 = 16 << 20;
 const FILES: [&str; 4] = ["/etc/hostname", "/usr/bin/prog", "/link", "/loop"];
 
-struct Looked(UnlockedDiskView);
+struct FuzzedDisk(UnlockedDiskView);
 
-impl GuestDiskReader for Looked {
+impl GuestDiskReader for FuzzedDisk {
     fn len(&self) -> u64 {
         self.0.bytes()
     }
@@ -63,7 +63,7 @@ fuzz_target!(|data: &[u8]| {
         DiskConfig::raw(&path)
     };
     if let Ok(view) = UnlockedDiskView::open(&config)
-        && let Ok(mut disk) = GuestDisk::open(Box::new(Looked(view)))
+        && let Ok(mut disk) = GuestDisk::open(Box::new(FuzzedDisk(view)))
     {
         for file in FILES {
             if let Ok(bytes) = disk.read(file, MOST) {

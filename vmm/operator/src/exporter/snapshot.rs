@@ -572,6 +572,7 @@ mod tests {
     use super::*;
     use control_api::balloon::{BalloonInfo, BalloonStatistics};
     use control_api::protocol::{GuestCounter, VmInfo, VmSettings};
+    use test_support::alone::runs_alone;
 
     fn snapshot() -> MetricsSnapshot {
         let counter = |counter: &str, event: Option<&str>, backing: Option<&str>| GuestCounter {
@@ -723,22 +724,11 @@ mod tests {
         }
     }
 
-    /// Environment variable of the process in which the test runs alone.
-    const ALONE: &str = "PERFVISOR_TEST_ALONE";
-
     /// The memory for encoding many VMs is at most four times the text. Runs in a separate
     /// process, because the kernel reports the peak memory per process.
     #[test]
     fn encoding_memory_is_bounded_by_text() {
-        if std::env::var_os(ALONE).is_none() {
-            let test = "exporter::snapshot::tests::encoding_memory_is_bounded_by_text";
-            let alone = std::process::Command::new(std::env::current_exe().unwrap())
-                .args(["--exact", test])
-                .env(ALONE, "1")
-                .output()
-                .unwrap();
-            let said = String::from_utf8_lossy(&alone.stdout);
-            assert!(alone.status.success() && said.contains("1 passed"), "{said}");
+        if !runs_alone("exporter::snapshot::tests::encoding_memory_is_bounded_by_text") {
             return;
         }
         let peak_kib = || {

@@ -47,6 +47,7 @@ fn text() -> (*const u8, usize) {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use test_support::alone::runs_alone;
 
     /// Returns the resident size of the program's code, in KiB.
     fn resident_kib() -> usize {
@@ -65,22 +66,12 @@ mod tests {
         resident
     }
 
-    /// Environment variable of the process in which the test runs alone.
-    const ALONE: &str = "PERFVISOR_TEST_ALONE";
-
     /// After all resident pages of the program are dropped, only the pages in use become resident
     /// again. Runs in a separate process, because other tests use pages at the same time.
     #[expect(clippy::print_stderr, reason = "a test that could not run says so")]
     #[test]
     fn startup_pages_are_dropped() {
-        if std::env::var_os(ALONE).is_none() {
-            let alone = std::process::Command::new(std::env::current_exe().unwrap())
-                .args(["--exact", "run::footprint::tests::startup_pages_are_dropped"])
-                .env(ALONE, "1")
-                .output()
-                .unwrap();
-            let said = String::from_utf8_lossy(&alone.stdout);
-            assert!(alone.status.success() && said.contains("1 passed"), "{said}");
+        if !runs_alone("run::footprint::tests::startup_pages_are_dropped") {
             return;
         }
         let (start, bytes) = text();
