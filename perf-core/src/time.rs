@@ -11,12 +11,24 @@
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Instant;
 
+use crate::model::state::PendingTickWork;
+
 /// A monotonic clock in nanoseconds. The core gets its clock from the configuration, so that tests
 /// can control scheduling and times exactly.
 pub trait Clock: Send + Sync {
     /// Returns the time since a fixed instant, in nanoseconds. The time never decreases, on any
     /// thread.
     fn now_ns(&self) -> u64;
+}
+
+/// The VMM's timer, whose expirations call [`crate::PerfCore::tick`].
+pub trait TickTimer: Send + Sync {
+    /// Requests ticks because the core has begun to need them. The timer may stop once
+    /// [`crate::PerfCore::tick_need`] returns [`PendingTickWork::None`].
+    ///
+    /// Called on any thread and in signal handlers, with the lock of a context held. The call must
+    /// not block and must not call the core. Repeated requests are frequent.
+    fn request(&self, need: PendingTickWork);
 }
 
 /// The monotonic clock of the host, relative to the creation of the [`MonotonicClock`].

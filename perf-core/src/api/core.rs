@@ -68,11 +68,11 @@ impl PerfCore {
     }
 
     /// Returns `true` if [`PerfCore::tick`] has work to do or may have work later without another
-    /// call. Otherwise the VMM may disarm its timer and check again after each call that opens or
-    /// enables an event.
+    /// call, apart from checking whether hardware events still count. Otherwise the VMM may disarm
+    /// its timer until the next call of [`TickTimer::request`](crate::time::TickTimer::request).
     #[must_use]
     pub fn needs_tick(&self) -> bool {
-        self.tick_need() != PendingTickWork::None
+        self.tick_need() >= PendingTickWork::Watch
     }
 
     /// Returns how much work [`PerfCore::tick`] has to do. A VMM timer may expire less often when

@@ -53,8 +53,7 @@ impl PerfCore {
         };
         let cell = Arc::new(ContextCell::new(
             self.inner.limits.share(),
-            self.inner.config.mux_config(),
-            Arc::clone(&self.inner.config.clock),
+            &self.inner.config,
             whose,
         ));
         // Only vCPUs inherit VM-wide events. Other threads and host CPUs are not part of the VM.

@@ -7,7 +7,7 @@ use super::Context;
 use crate::model::event::Source;
 use crate::model::keys::EventKey;
 use crate::model::lists::EventList;
-use crate::model::state::EventState;
+use crate::model::state::{EventState, PendingTickWork};
 
 impl Context {
     /// Adds an event to a list, unless the list already contains the event.
@@ -55,6 +55,9 @@ impl Context {
         if frequency {
             self.add_to_list(EventList::Frequency, key);
         }
+        if throttled || frequency {
+            self.request_ticks(PendingTickWork::Work);
+        }
     }
 
     /// Adds an event to the list of events with unserviced overflows.
@@ -90,6 +93,7 @@ impl Context {
         self.events[key].sampling.throttled = true;
         if self.events[key].state == EventState::Active {
             self.add_to_list(EventList::Throttled, key);
+            self.request_ticks(PendingTickWork::Work);
         }
     }
 }

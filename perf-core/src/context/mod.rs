@@ -30,7 +30,7 @@ use crate::model::keys::{EventKey, MuxGroupKey, PoolId, Table};
 use crate::model::lists::{EventList, EventLists};
 use crate::model::slices::Slices;
 use crate::model::software::IDS;
-use crate::model::state::EventState;
+use crate::model::state::{EventState, PendingTickWork};
 use crate::model::times::ContextClock;
 use crate::model::totals::Totals;
 use crate::pmu::{CounterMask, PmuError};
@@ -38,6 +38,8 @@ use crate::record::ReadFormatEntry;
 use crate::schedule::counter_assignments::CounterRequest;
 use crate::schedule::group::{Group, GroupQueue};
 use crate::schedule::{ClassQueue, MuxConfig, SharePolicy, SlotPool, SlotPools};
+use crate::service::config::PerfCoreConfig;
+use crate::time::TickTimer;
 
 /// Statistics of an event context.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -106,6 +108,7 @@ pub(crate) struct Context {
     pub pins: usize,
     pub policy: SharePolicy,
     mux: MuxConfig,
+    tick_timer: Option<Arc<dyn TickTimer>>,
     active: usize,
     /// Number of times that an event entered the error state. Read without the lock. The value
     /// belongs to the vCPU, which keeps it when contexts are swapped.
@@ -120,10 +123,11 @@ pub(crate) struct Context {
 }
 
 impl Context {
-    pub fn new(policy: SharePolicy, mux: MuxConfig) -> Self {
+    pub fn new(policy: SharePolicy, config: &PerfCoreConfig) -> Self {
         Self {
             policy,
-            mux,
+            mux: config.mux_config(),
+            tick_timer: config.tick_timer.clone(),
             ..Self::default()
         }
     }
@@ -292,6 +296,8 @@ impl Context {
         log::debug!("pinned event {} does not count: {cause}", event.shared.id);
         self.update_wants(group);
         self.errors.fetch_add(1, Ordering::Release);
+        // The thread that performs ticks also kicks vCPUs with unhandled errors.
+        self.request_ticks(PendingTickWork::Work);
     }
 
     fn settle_group_times(&mut self, group: MuxGroupKey, now_ns: u64) {

@@ -54,6 +54,11 @@ impl Context {
                 Err(_) => room = false,
             }
         }
+        if self.pools[pool].is_contended() {
+            self.request_ticks(PendingTickWork::Work);
+        } else if !self.pools[pool].active.is_empty() {
+            self.request_ticks(PendingTickWork::CheckCounters);
+        }
     }
 
     /// Schedules the context in when its vCPU starts to run. Returns `false` if the context is
@@ -150,12 +155,27 @@ impl Context {
         if waits || has(EventList::Throttled) || has(EventList::Frequency) {
             return PendingTickWork::Work;
         }
-        let armed = [EventList::Armed, EventList::ArmedRaised].map(|list| self.lists.of(list));
-        let mut armed = armed.into_iter().flatten().map(|k| &self.events[*k]);
-        if armed.any(|event| event.sampling.period != 0 && event.shared.owner != Owner::Guest) {
+        if self.tick_timer.is_none() && self.may_throttle() {
             PendingTickWork::Watch
+        } else if self.pools.iter().any(|pool| !pool.active.is_empty()) {
+            PendingTickWork::CheckCounters
         } else {
             PendingTickWork::None
+        }
+    }
+
+    /// Returns `true` if a sampling event of an operator is active, which may be throttled.
+    fn may_throttle(&self) -> bool {
+        let armed = [EventList::Armed, EventList::ArmedRaised].map(|list| self.lists.of(list));
+        let mut armed = armed.into_iter().flatten().map(|k| &self.events[*k]);
+        armed.any(|event| event.sampling.period != 0 && event.shared.owner != Owner::Guest)
+    }
+
+    /// Requests ticks from the VMM's timer, because this context has begun to need them.
+    #[inline]
+    pub fn request_ticks(&self, need: PendingTickWork) {
+        if let Some(timer) = &self.tick_timer {
+            timer.request(need);
         }
     }
 
@@ -192,6 +212,7 @@ impl Context {
         } else if self.groups[group].pool.is_none() && !self.groups[group].rejected {
             self.groups[group].rejected = true;
             self.refused.push_back(group);
+            self.request_ticks(PendingTickWork::Work);
         }
     }
 

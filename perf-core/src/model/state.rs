@@ -21,8 +21,12 @@ pub enum PendingTickWork {
     /// No ticks are needed.
     #[default]
     None,
+    /// Hardware events are active, and the host may take their counters away. If nobody reads the
+    /// events, only ticks detect this.
+    CheckCounters,
     /// No work at present, but events with a fixed sampling period may be throttled later. The
-    /// timer may tick less often, which only delays the first unthrottling.
+    /// timer may tick less often, which only delays the first unthrottling. Does not occur with a
+    /// [`TickTimer`](crate::time::TickTimer), because throttling an event requests ticks.
     Watch,
     /// Work at each tick: groups rotate or are retried, periods adapt to a frequency, or events are
     /// throttled.

@@ -8,7 +8,7 @@ use crate::mux::MuxPolicy;
 use crate::ring::PAGE_SIZE;
 use crate::schedule::{MuxConfig, SharePolicy};
 use crate::service::error::PerfEventOpenError;
-use crate::time::{Clock, MonotonicClock};
+use crate::time::{Clock, MonotonicClock, TickTimer};
 
 /// Configuration of a [`crate::PerfCore`].
 #[derive(Clone)]
@@ -25,6 +25,9 @@ pub struct PerfCoreConfig {
     pub turn_ns: Option<u64>,
     /// Frequency of the VMM timer, in ticks per second. Throttling is based on ticks.
     pub tick_hz: u64,
+    /// The VMM timer, which the core notifies when it begins to need ticks. With `None`, the VMM
+    /// must poll [`crate::PerfCore::tick_need`].
+    pub tick_timer: Option<Arc<dyn TickTimer>>,
     /// Paranoid level. At -1 there are no restrictions. At 0, raw samples require the admin role.
     /// At 1, VM-wide events require this role too, and at 2 events that count the host kernel.
     pub paranoid: i32,
@@ -58,6 +61,7 @@ impl Default for PerfCoreConfig {
             mux: MuxPolicy::default(),
             turn_ns: None,
             tick_hz: 250,
+            tick_timer: None,
             paranoid: 1,
             sample_rate_hz: 100_000,
             mlock_kb: 512,

@@ -516,7 +516,7 @@ fn serve(
         pmu: running.pmu().clone(),
         quit,
         stopping,
-        ticks: SchedulingTickTimer::new().map_err(io_error)?,
+        ticks: SchedulingTickTimer::new(running.pmu().tick_requests()).map_err(io_error)?,
         turns: RotationTimer::new(running.pmu().mux()).map_err(io_error)?,
         registry: running.registry().clone(),
         restarter,
@@ -531,7 +531,7 @@ fn serve(
         housekeeping
             .lock()
             .unwrap_or_else(PoisonError::into_inner)
-            .shorten_interval();
+            .follow_perf_core();
     }
     Ok(())
 }
@@ -557,10 +557,10 @@ struct Housekeeping {
 }
 
 impl Housekeeping {
-    /// Shortens the intervals of the tick and of the rotation to those that the open events
-    /// require. Called after any loop event, because operators may have opened perf events.
-    fn shorten_interval(&mut self) {
-        self.ticks.shorten_interval(self.pmu.core());
+    /// Adjusts the timers of the tick and of the rotation to the open events. Called after each
+    /// iteration of the loop.
+    fn follow_perf_core(&mut self) {
+        self.ticks.serve_requests();
         self.turns.follow(self.pmu.core());
     }
 
@@ -570,6 +570,7 @@ impl Housekeeping {
             self.control.stopped_event().as_raw_fd(),
             self.quit.as_raw_fd(),
             self.ticks.as_raw_fd(),
+            self.ticks.wakeup().as_raw_fd(),
             self.turns.as_raw_fd(),
         ];
         let reset = self
@@ -595,6 +596,8 @@ impl MutEventSubscriber for Housekeeping {
                 // guest mode for a long time.
                 self.registry.kicker().kick();
             }
+        } else if fd == self.ticks.wakeup().as_raw_fd() {
+            let _ = self.ticks.wakeup().read();
         } else if fd == self.turns.as_raw_fd() {
             self.turns.handle_expiration(self.pmu.core());
         } else if let Some(restarter) = &mut self.restarter

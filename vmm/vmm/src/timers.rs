@@ -7,11 +7,15 @@
 use std::io;
 use std::os::fd::{AsRawFd, RawFd};
 use std::str::FromStr;
+use std::sync::atomic::{AtomicU8, Ordering};
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use perf_core::mux::MuxPolicy;
 use perf_core::pmu::host::HostPerfCapabilities;
+use perf_core::time::TickTimer;
 use perf_core::{PendingTickWork, PerfCore, error_line};
+use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 use vmm_sys_util::timerfd::TimerFd;
 
 use crate::kvm::host::Kvm;
@@ -70,85 +74,119 @@ impl FromStr for MuxPolicyChoice {
 /// of the timer.
 const MIN_ROTATION_INTERVAL: Duration = Duration::from_micros(150);
 
-/// Tick interval while events are multiplexed or sampled by frequency.
+/// Tick interval while ticks have work: events are multiplexed, sampled by frequency or throttled.
 const TICK_INTERVAL: Duration = Duration::from_millis(4);
-/// Tick interval while ticks are needed only to unthrottle events that are sampled with a fixed
-/// period. Longer than [`TICK_INTERVAL`], because each tick wakes the main thread, which is costly
-/// for a VM that shares its CPU with many others.
-const UNTHROTTLE_INTERVAL: Duration = Duration::from_millis(32);
-/// Tick interval while no event needs ticks. Each tick checks whether this is still so.
-const IDLE_INTERVAL: Duration = Duration::from_millis(100);
-/// Number of ticks at [`TICK_INTERVAL`] that follow the last tick that an event needed. An event
-/// that was throttled once will probably be throttled again, and then waits for a tick.
-const EXTRA_TICKS: u32 = 250;
+/// Tick interval while ticks only check whether the host has taken hardware counters away. Each
+/// tick wakes the main thread, which is costly for a VM that shares its CPU with many others.
+const CHECK_INTERVAL: Duration = Duration::from_millis(100);
 
-/// Timer for perf-core's ticks. Fires every 4 ms while an event needs ticks, and less often
-/// otherwise.
+/// Requests of perf-core for ticks, which wake the main loop.
+#[derive(Debug, Default)]
+pub struct TickRequests {
+    /// Event that wakes the main loop after a request; unset until the loop has a timer.
+    wakeup: OnceLock<EventFd>,
+    /// The most demanding [`PendingTickWork`] that the timer satisfies or that was requested.
+    need: AtomicU8,
+}
+
+impl TickTimer for TickRequests {
+    fn request(&self, need: PendingTickWork) {
+        let need = need as u8;
+        // Most requests find the timer running, and then cost one load.
+        if self.need.load(Ordering::Relaxed) < need
+            && self.need.fetch_max(need, Ordering::AcqRel) < need
+            && let Some(wakeup) = self.wakeup.get()
+        {
+            // A write fails only if the counter is at its maximum, and the loop then wakes anyway.
+            let _ = wakeup.write(1);
+        }
+    }
+}
+
+/// Timer for perf-core's ticks. Fires every 4 ms while ticks have work, less often while hardware
+/// counters are in use, and otherwise not at all.
 #[derive(Debug)]
 pub struct SchedulingTickTimer {
     timer: TimerFd,
-    pace: Duration,
-    /// Number of remaining ticks at [`TICK_INTERVAL`] that no event needs any more.
-    extra_ticks: u32,
+    wakeup: EventFd,
+    requests: Arc<TickRequests>,
+    /// Interval of the timer; `None` while it is disarmed.
+    interval: Option<Duration>,
 }
 
 impl SchedulingTickTimer {
-    /// Creates the timer, which is already armed.
+    /// Creates a disarmed timer that serves `requests`. Wakes the main loop once, for requests that
+    /// were made before.
     ///
     /// # Errors
-    /// Returns an error if timerfd_create or timerfd_settime fails.
-    pub fn new() -> io::Result<Self> {
-        let os = |e: vmm_sys_util::errno::Error| io::Error::from_raw_os_error(e.errno());
-        let mut timer = TimerFd::new().map_err(os)?;
-        timer.reset(TICK_INTERVAL, Some(TICK_INTERVAL)).map_err(os)?;
+    /// Returns an error if timerfd_create or eventfd fails.
+    pub fn new(requests: Arc<TickRequests>) -> io::Result<Self> {
+        let timer = TimerFd::new().map_err(|e| io::Error::from_raw_os_error(e.errno()))?;
+        let wakeup = EventFd::new(EFD_NONBLOCK)?;
+        wakeup.write(1)?;
+        // A second timer for the same requests would not be woken.
+        let _ = requests.wakeup.set(wakeup.try_clone()?);
         Ok(Self {
             timer,
-            pace: TICK_INTERVAL,
-            extra_ticks: 0,
+            wakeup,
+            requests,
+            interval: None,
         })
+    }
+
+    /// Returns the event that wakes the main loop after a request for more ticks.
+    /// [`SchedulingTickTimer::serve_requests`] serves the request.
+    pub fn wakeup(&self) -> &EventFd {
+        &self.wakeup
     }
 
     /// Runs perf-core's tick after the timer has expired, and adjusts the interval. Accounts for
     /// all expirations if this thread is late.
     pub fn handle_expiration(&mut self, core: &PerfCore) {
         let expirations = self.timer.wait().unwrap_or(1);
-        // Determine the need before the tick, because a tick may remove it by unthrottling events.
-        let before = core.tick_need();
         core.tick_after(expirations);
+        self.requests
+            .need
+            .store(core.tick_need() as u8, Ordering::Release);
+        // A context may have requested ticks after `tick_need` examined it and before the store.
         let need = core.tick_need();
-        self.extra_ticks = match before.max(need) {
-            PendingTickWork::Work => EXTRA_TICKS,
-            PendingTickWork::Watch => self.extra_ticks.saturating_sub(1),
-            PendingTickWork::None => 0,
+        self.requests.need.fetch_max(need as u8, Ordering::AcqRel);
+        self.set_interval(interval_for(need as u8));
+    }
+
+    /// Shortens the interval if perf-core has requested more ticks. Must be called after each
+    /// iteration of the main loop, when no expiration is left to be handled. Never lengthens the
+    /// interval, because a client that keeps opening and closing events could then suppress ticks.
+    pub fn serve_requests(&mut self) {
+        let requested = interval_for(self.requests.need.load(Ordering::Acquire));
+        if requested.is_some_and(|requested| self.interval.is_none_or(|interval| requested < interval)) {
+            self.set_interval(requested);
+        }
+    }
+
+    fn set_interval(&mut self, interval: Option<Duration>) {
+        if interval == self.interval {
+            return;
+        }
+        self.interval = interval;
+        let set = match interval {
+            Some(interval) => self.timer.reset(interval, Some(interval)),
+            None => self.timer.clear(),
         };
-        self.keep(self.pace_for(need));
-    }
-
-    /// Shortens the tick interval if an event needs ticks now. Must be called after events may have
-    /// been opened or enabled. Never lengthens the interval, because a client that keeps opening
-    /// and closing events could then suppress ticks.
-    pub fn shorten_interval(&mut self, core: &PerfCore) {
-        if self.pace > TICK_INTERVAL {
-            self.keep(self.pace_for(core.tick_need()).min(self.pace));
+        if let Err(e) = set {
+            log::error!("timerfd_settime: {e}");
         }
     }
+}
 
-    fn pace_for(&self, need: PendingTickWork) -> Duration {
-        match need {
-            PendingTickWork::Work => TICK_INTERVAL,
-            PendingTickWork::Watch if self.extra_ticks > 0 => TICK_INTERVAL,
-            PendingTickWork::Watch => UNTHROTTLE_INTERVAL,
-            PendingTickWork::None => IDLE_INTERVAL,
-        }
-    }
-
-    fn keep(&mut self, pace: Duration) {
-        if pace != self.pace {
-            self.pace = pace;
-            if let Err(e) = self.timer.reset(pace, Some(pace)) {
-                log::error!("timerfd_settime: {e}");
-            }
-        }
+/// Returns the tick interval for a [`PendingTickWork`] as an integer.
+fn interval_for(need: u8) -> Option<Duration> {
+    if need >= PendingTickWork::Work as u8 {
+        Some(TICK_INTERVAL)
+    } else if need >= PendingTickWork::CheckCounters as u8 {
+        Some(CHECK_INTERVAL)
+    } else {
+        None
     }
 }
 
@@ -253,6 +291,17 @@ mod tests {
         core.register(Arc::new(SimPmu::with_slots(2)));
         let vcpu = core.add_vcpu(VcpuId(0), 1).unwrap();
         let session = core.session(0, SessionRole::Admin);
+        let handles = open_sim(&core, &session, 4);
+        vcpu.sched_in();
+        ContendedCore {
+            core,
+            handles,
+            _kept: (session, vcpu),
+        }
+    }
+
+    /// Opens `n` events of the simulated PMU.
+    fn open_sim(core: &PerfCore, session: &Session, n: u64) -> Vec<EventHandle> {
         let open = |config| {
             let attr = Attr {
                 ty: EventType::SIM,
@@ -260,15 +309,9 @@ mod tests {
                 ..Attr::default()
             };
             let target = EventOpenTarget::Vcpu(VcpuId(0));
-            core.open(&session, attr, target, None, OpenFlags::default())
+            core.open(session, attr, target, None, OpenFlags::default())
         };
-        let handles = (0..4).map(|config| open(config).unwrap()).collect();
-        vcpu.sched_in();
-        ContendedCore {
-            core,
-            handles,
-            _kept: (session, vcpu),
-        }
+        (0..n).map(|config| open(config).unwrap()).collect()
     }
 
     fn have_run(handles: &[EventHandle]) -> usize {
@@ -291,31 +334,65 @@ mod tests {
         }
     }
 
-    /// Events that are opened while no ticks are needed are rotated after a short interval, and not
-    /// only after the idle interval of 100 ms.
-    #[test]
-    fn tick_interval_shortens_when_events_multiplex() {
-        let mut rig = contended(MuxPolicy::Rotate);
-        let more = rig.handles.split_off(2);
-        more.iter().for_each(|h| h.disable(EventOrGroup::Event).unwrap());
-        let mut ticks = SchedulingTickTimer::new().unwrap();
-        ticks.handle_expiration(&rig.core);
-        ticks.shorten_interval(&rig.core);
-        assert_eq!(ticks.pace, IDLE_INTERVAL, "two events on two slots need no ticks");
-        more.iter().for_each(|h| h.enable(EventOrGroup::Event).unwrap());
-        ticks.shorten_interval(&rig.core);
-        assert_eq!(ticks.pace, TICK_INTERVAL);
-        ticks.handle_expiration(&rig.core);
-        ticks.handle_expiration(&rig.core);
-        assert_eq!((have_run(&rig.handles), have_run(&more)), (2, 2));
+    /// Timer of a core without a main loop: the test calls its methods instead.
+    fn timer_of(config: PerfCoreConfig) -> (PerfCore, SchedulingTickTimer) {
+        let requests = Arc::new(TickRequests::default());
+        let core = PerfCore::new(PerfCoreConfig {
+            tick_timer: Some(requests.clone()),
+            ..config
+        });
+        (core, SchedulingTickTimer::new(requests).unwrap())
     }
 
-    /// Sampling with a fixed period needs few ticks. After an event was throttled, ticks are
-    /// frequent for a while.
+    /// Runs the main loop's work after a wakeup. Returns whether there was one.
+    fn wakes(ticks: &mut SchedulingTickTimer) -> bool {
+        let woken = ticks.wakeup().read().is_ok();
+        ticks.serve_requests();
+        woken
+    }
+
+    /// Ticks are not needed without hardware events, rare while hardware events count, and frequent
+    /// once events share slots. The change is noticed at once, without polling.
     #[test]
-    fn fixed_period_sampling_ticks_rarely_until_throttled() {
+    fn ticks_follow_requests() {
+        let (core, mut ticks) = timer_of(PerfCoreConfig {
+            mux: MuxPolicy::Rotate,
+            ..PerfCoreConfig::default()
+        });
+        core.register(Arc::new(SimPmu::with_slots(2)));
+        let vcpu = core.add_vcpu(VcpuId(0), 1).unwrap();
+        let session = core.session(0, SessionRole::Admin);
+        vcpu.sched_in();
+        assert!(wakes(&mut ticks), "requests may precede the timer");
+        assert_eq!(ticks.interval, None);
+        let events = open_sim(&core, &session, 4);
+        events[2..]
+            .iter()
+            .for_each(|h| h.disable(EventOrGroup::Event).unwrap());
+        assert!(wakes(&mut ticks));
+        ticks.handle_expiration(&core);
+        assert_eq!(ticks.interval, Some(CHECK_INTERVAL));
+        assert!(!wakes(&mut ticks));
+        events[2..]
+            .iter()
+            .for_each(|h| h.enable(EventOrGroup::Event).unwrap());
+        assert!(wakes(&mut ticks));
+        assert_eq!(ticks.interval, Some(TICK_INTERVAL));
+        ticks.handle_expiration(&core);
+        ticks.handle_expiration(&core);
+        assert_eq!(have_run(&events), 4);
+        assert!(!wakes(&mut ticks), "a running timer is not requested again");
+        drop(events);
+        ticks.handle_expiration(&core);
+        assert_eq!(ticks.interval, None);
+    }
+
+    /// Sampling with a fixed period needs frequent ticks only while an event is throttled, and
+    /// perf-core requests them at once.
+    #[test]
+    fn throttling_requests_frequent_ticks() {
         let pmu = Arc::new(SimPmu::with_slots(2));
-        let core = PerfCore::new(PerfCoreConfig {
+        let (core, mut ticks) = timer_of(PerfCoreConfig {
             sample_rate_hz: 1000,
             ..PerfCoreConfig::default()
         });
@@ -330,26 +407,22 @@ mod tests {
         };
         let recorded = core.open(&session, attr, target, None, flags).unwrap();
         vcpu.sched_in();
-        let mut ticks = SchedulingTickTimer::new().unwrap();
+        wakes(&mut ticks);
         ticks.handle_expiration(&core);
-        assert_eq!(ticks.pace, UNTHROTTLE_INTERVAL);
-        while core.tick_need() != PendingTickWork::Work {
-            pmu.advance(VcpuId(0), |_| 10);
-            vcpu.service_overflows(&mut NoVcpuRegisters, &mut |_| ());
-        }
-        ticks.handle_expiration(&core);
-        assert_eq!(
-            (ticks.pace, core.tick_need()),
-            (TICK_INTERVAL, PendingTickWork::Watch)
-        );
-        for _ in 0..EXTRA_TICKS {
-            assert_eq!(ticks.pace, TICK_INTERVAL);
+        assert_eq!(ticks.interval, Some(CHECK_INTERVAL));
+        for _ in 0..3 {
+            while core.tick_need() != PendingTickWork::Work {
+                pmu.advance(VcpuId(0), |_| 10);
+                vcpu.service_overflows(&mut NoVcpuRegisters, &mut |_| ());
+            }
+            assert!(wakes(&mut ticks));
+            assert_eq!(ticks.interval, Some(TICK_INTERVAL));
             ticks.handle_expiration(&core);
+            assert_eq!(ticks.interval, Some(CHECK_INTERVAL));
         }
-        assert_eq!(ticks.pace, UNTHROTTLE_INTERVAL);
         drop(recorded);
         ticks.handle_expiration(&core);
-        assert_eq!(ticks.pace, IDLE_INTERVAL);
+        assert_eq!(ticks.interval, None);
     }
 
     /// If ticks were missed, the overflows are attributed to all the time that has elapsed. With a
@@ -357,7 +430,7 @@ mod tests {
     #[test]
     fn missed_ticks_count_towards_elapsed_time() {
         let pmu = Arc::new(SimPmu::with_slots(1));
-        let core = PerfCore::new(PerfCoreConfig {
+        let (core, mut ticks) = timer_of(PerfCoreConfig {
             // The clock does not advance, so only ticks adjust the period.
             clock: Arc::new(ManualClock::default()),
             ..PerfCoreConfig::default()
@@ -383,7 +456,7 @@ mod tests {
             vcpu.service_overflows(&mut NoVcpuRegisters, &mut |overflowed| times += overflowed.times);
             times
         };
-        let mut ticks = SchedulingTickTimer::new().unwrap();
+        assert!(wakes(&mut ticks), "an event with a frequency requests ticks");
         // The first period is 1. Each adjustment moves it by an eighth of the distance to the
         // number of overflows per tick.
         assert_eq!(overflows_in(8_000), 8_000);

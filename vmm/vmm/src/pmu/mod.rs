@@ -33,7 +33,7 @@ use perf_core::pmu::host::{HostPerfCapabilities, HostPmu};
 use perf_core::pmu::kvm::{KvmPmu, KvmStatsFile};
 use perf_core::pmu::sched::RunQueueWaitPmu;
 use perf_core::pmu::vmm_pmu::{VmmPmu, VmmPmuCounts};
-use perf_core::{OverflowReport, PerfCore, VcpuEventContext, error_line};
+use perf_core::{OverflowReport, PerfCore, PerfCoreConfig, VcpuEventContext, error_line};
 use smallvec::SmallVec;
 use vpmu::exact::{RetiredCounts, SingleStepOutcome};
 use vpmu::filter::EventFilterAction;
@@ -46,6 +46,7 @@ use vpmu::{
 use crate::kvm::cpuid;
 use crate::kvm::event_filter::KvmEventFilterError;
 use crate::kvm::vcpu_fd::VcpuFd;
+use crate::timers::TickRequests;
 use branches::{BranchStackCollector, BranchStackError};
 use steal::StealTimeClock;
 
@@ -78,6 +79,7 @@ pub struct VmPmu {
     /// Current event filter, with which later vCPUs start.
     filter: ArcSwap<EventFilter>,
     core: PerfCore,
+    tick_requests: Arc<TickRequests>,
     clock: Arc<ClockPmu>,
     vmm_pmu: Arc<VmmPmu>,
     kvm: Arc<KvmPmu>,
@@ -102,7 +104,11 @@ impl VmPmu {
         interprets_kernel: bool,
         guest: GuestSamplingContext,
     ) -> Self {
-        let core = PerfCore::new(config.core_config());
+        let tick_requests = Arc::new(TickRequests::default());
+        let core = PerfCore::new(PerfCoreConfig {
+            tick_timer: Some(tick_requests.clone()),
+            ..config.core_config()
+        });
         let signal = Some(overflow_signal());
         if probe.hardware_pmu {
             core.register(Arc::new(HostPmu::hardware(signal, probe)));
@@ -122,6 +128,7 @@ impl VmPmu {
             filter: ArcSwap::new(config.filter.clone()),
             config,
             core,
+            tick_requests,
             clock,
             vmm_pmu,
             kvm,
@@ -228,6 +235,11 @@ impl VmPmu {
     /// Returns the multiplexing policy.
     pub fn mux(&self) -> MuxPolicy {
         self.config.mux
+    }
+
+    /// Returns the perf core's requests for ticks.
+    pub fn tick_requests(&self) -> Arc<TickRequests> {
+        Arc::clone(&self.tick_requests)
     }
 
     /// Returns the perf core.
