@@ -3,6 +3,7 @@
 use std::collections::VecDeque;
 use std::fs::File;
 use std::io::{self, Read, Seek, SeekFrom, Write};
+use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
@@ -138,6 +139,13 @@ struct Connection {
     max_reply: usize,
     /// Bytes of the reply budget that the received replies occupy; `None` without a budget.
     held: Option<ReservedReplyBytes>,
+}
+
+/// Descriptor of the socket, for polling whether the VM has closed the connection.
+impl AsFd for Client {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.line.stream.as_fd()
+    }
 }
 
 /// A reply that contains a value of type `T`.

@@ -30,6 +30,9 @@ use std::io;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::io::Errno;
+
 use control_api::client::{Client, ClientError, REPLY_TIMEOUT};
 
 use crate::sampling::SessionError;
@@ -111,7 +114,7 @@ fn connect(name: Option<&str>, socket: Option<&Path>) -> Result<Client, ClientEr
     }
 }
 
-/// Interval at which a wait polls for Ctrl-C.
+/// Interval of polls for events without a descriptor.
 const NAP: Duration = Duration::from_millis(20);
 
 /// Reason a wait ended.
@@ -121,10 +124,18 @@ pub(crate) enum WaitResult {
     Time,
     /// Ctrl-C or another stop signal arrived.
     Signal,
+    /// The VM has closed the connection.
+    HungUp,
 }
 
 /// Waits until the deadline or a stop signal.
 pub(crate) fn wait_until(until: Instant, signals: &StopSignals) -> WaitResult {
+    wait_with_vm(until, signals, None)
+}
+
+/// Waits until the deadline, a stop signal or, if `vm` is the connection to a VM, until the VM has
+/// closed this connection.
+pub(crate) fn wait_with_vm(until: Instant, signals: &StopSignals, vm: Option<&Client>) -> WaitResult {
     loop {
         if signals.take().is_some() {
             return WaitResult::Signal;
@@ -133,6 +144,20 @@ pub(crate) fn wait_until(until: Instant, signals: &StopSignals) -> WaitResult {
         if left.is_zero() {
             return WaitResult::Time;
         }
-        std::thread::sleep(left.min(NAP));
+        let mut polled: Vec<PollFd<'_>> = vm
+            .map(|vm| PollFd::new(vm, PollFlags::RDHUP))
+            .into_iter()
+            .collect();
+        polled.push(PollFd::new(signals, PollFlags::IN));
+        let timeout = Timespec::try_from(left).ok();
+        match poll(&mut polled, timeout.as_ref()) {
+            Ok(_) if vm.is_some() && polled[0].revents().intersects(HUNG_UP) => return WaitResult::HungUp,
+            Ok(_) | Err(Errno::INTR) => {}
+            // No descriptors can be polled for lack of memory.
+            Err(_) => std::thread::sleep(left.min(NAP)),
+        }
     }
 }
+
+/// Poll results of a connection that the peer has closed.
+const HUNG_UP: PollFlags = PollFlags::RDHUP.union(PollFlags::HUP);

@@ -22,7 +22,7 @@ use perf_core::record::{DecodedRecord, Sample as RingSample};
 use super::all::for_each_vm;
 use super::migrate::find_moved;
 use super::select::name_or_pid;
-use super::{DONE, OperatorCommandError, WaitResult, connect, print_stderr, wait_until};
+use super::{DONE, OperatorCommandError, WaitResult, connect, print_stderr, wait_until, wait_with_vm};
 use crate::exit::ExitStatus;
 use crate::sampling::{VcpuRing, check_sampling_support, wait_for_kernel};
 use crate::signals::StopSignals;
@@ -44,6 +44,9 @@ use thread_switches::{StolenTime, VcpuSwitches};
 
 /// Interval at which the sample rings are drained.
 const DRAIN_INTERVAL: Duration = Duration::from_millis(50);
+/// Interval at which the VM is asked for vCPUs that the guest has started to use. Their samples stay
+/// in their rings until then.
+const JOIN_INTERVAL: Duration = Duration::from_secs(1);
 /// Interval at which the pipe of `--control` is polled.
 const CONTROL_POLL_INTERVAL: Duration = Duration::from_millis(5);
 /// Time limit for the VM to find the guest kernel.
@@ -149,7 +152,8 @@ fn sample(
     recording: &mut Recording,
 ) -> Result<bool, RecordError> {
     let mut clock = RecordingSchedule::start(args);
-    let (mut gone, mut full) = (false, false);
+    let mut next_join = Instant::now();
+    let (mut gone, mut hung_up, mut full) = (false, false, false);
     let progress = !args.quiet && !args.all && std::io::stderr().is_terminal();
     loop {
         let look = Instant::now() + DRAIN_INTERVAL;
@@ -164,15 +168,27 @@ fn sample(
                 None => false,
             };
             let until = clock.next(look, remote.is_some());
-            if stop || full || wait_until(until, signals) == WaitResult::Signal || clock.is_over() {
+            let woken = wait_with_vm(until, signals, (!gone).then_some(&*client));
+            if stop || full || woken == WaitResult::Signal || clock.is_over() {
                 break true;
             }
-            if gone || Instant::now() >= look {
+            hung_up = woken == WaitResult::HungUp;
+            if gone || hung_up || Instant::now() >= look {
                 break false;
             }
         };
         if over {
             gone |= set_sampling(client, request::Disable)?;
+        }
+        let joins = over || gone || hung_up || Instant::now() >= next_join;
+        let joined = if joins {
+            next_join = Instant::now() + JOIN_INTERVAL;
+            client.call(request::Joined)
+        } else {
+            Ok(Vec::new())
+        };
+        for of_vcpu in joined.iter().flatten() {
+            streams.join(client, args, of_vcpu, args.sampling(), recording)?;
         }
         if args.overwrite {
             // The rings overwrite old samples, so read the rings only when a file is to be written.
@@ -197,16 +213,7 @@ fn sample(
         full = args.max_size.is_some_and(|limit| recording.bytes() >= limit);
         // The ring mappings outlive the VM, so its last samples can be read after it has
         // terminated.
-        let steered = match client.call(request::Joined) {
-            Ok(joined) => {
-                for of_vcpu in &joined {
-                    streams.join(client, args, of_vcpu, args.sampling(), recording)?;
-                }
-                streams.adjust_sampling(client)
-            }
-            Err(e) => Err(e),
-        };
-        if let Err(e) = steered {
+        if let Err(e) = joined.and_then(|_| streams.adjust_sampling(client)) {
             if !e.is_gone() {
                 return Err(e.into());
             }
@@ -638,7 +645,7 @@ fn find_kernel(
     let info = wait_for_kernel(client, KERNEL_PATIENCE, || {
         match wait_until(Instant::now() + DRAIN_INTERVAL, signals) {
             WaitResult::Signal => Err(OperatorCommandError::Interrupted),
-            WaitResult::Time => Ok(()),
+            WaitResult::Time | WaitResult::HungUp => Ok(()),
         }
     })?;
     match info.state {
