@@ -12,6 +12,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Instant;
 
 use crate::model::state::PendingTickWork;
+use crate::pmu::timer::clock_ns;
 
 /// A monotonic clock in nanoseconds. The core gets its clock from the configuration, so that tests
 /// can control scheduling and times exactly.
@@ -59,6 +60,13 @@ impl Clock for MonotonicClock {
         // 2^64 ns are 584 years, so the conversion does not truncate in practice.
         self.origin.elapsed().as_nanos() as u64
     }
+}
+
+/// Returns the CPU time of the calling thread, in nanoseconds (CLOCK_THREAD_CPUTIME_ID,
+/// `clock_gettime(2)`).
+#[must_use]
+pub fn thread_run_time_ns() -> u64 {
+    clock_ns(libc::CLOCK_THREAD_CPUTIME_ID)
 }
 
 /// A clock for tests, whose time advances only through [`ManualClock::advance`].

@@ -94,13 +94,13 @@ pub(crate) enum BranchPhase {
     Idle,
     /// The VMM single-steps the vCPU and adds branches to the records.
     Collecting {
-        /// Time at which the collection of branches started, in nanoseconds.
-        began_ns: u64,
+        /// CPU time of the vCPU's thread at which the collection started, in nanoseconds.
+        began_run_ns: u64,
     },
     /// The collection has ended, so the PMI can be delivered.
     Complete {
-        /// Time at which the collection of branches started, in nanoseconds.
-        began_ns: u64,
+        /// CPU time of the vCPU's thread at which the collection started, in nanoseconds.
+        began_run_ns: u64,
     },
 }
 

@@ -36,6 +36,26 @@ pub struct CounterTimes {
     pub time_running_ns: u64,
 }
 
+/// A time on both clocks of a vCPU.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct VcpuTime {
+    /// Event time of the vCPU, in nanoseconds. The clock stops while the vCPU is paused.
+    pub event_ns: u64,
+    /// CPU time of the vCPU's thread, in nanoseconds. Excludes the time in which the thread waited
+    /// for a CPU or the guest was halted.
+    pub run_ns: u64,
+}
+
+/// Converts the event time of a vCPU whose thread never waits for a CPU.
+impl From<u64> for VcpuTime {
+    fn from(event_ns: u64) -> Self {
+        Self {
+            event_ns,
+            run_ns: event_ns,
+        }
+    }
+}
+
 /// Events that back the counters of one vCPU, one event per counter.
 ///
 /// All methods are called by the vCPU thread while the vCPU is outside guest mode. A stopped event
@@ -93,6 +113,12 @@ pub trait CounterEvents {
 
     /// Returns the vCPU's event time, in nanoseconds. The clock stops while the vCPU is paused.
     fn now_ns(&mut self) -> u64;
+
+    /// Returns the current time on both clocks of the vCPU. By default, the vCPU's thread never
+    /// waits for a CPU.
+    fn time(&mut self) -> VcpuTime {
+        self.now_ns().into()
+    }
 
     /// Returns the time enabled and time running of the counter's current event, each summed over
     /// all backings that have counted for the event.

@@ -74,7 +74,7 @@ mod vpmu;
 mod width;
 
 pub use counter_events::{
-    CounterEnableOutcome, CounterEventLoss, CounterEvents, CounterTimes, UnavailableReason,
+    CounterEnableOutcome, CounterEventLoss, CounterEvents, CounterTimes, UnavailableReason, VcpuTime,
 };
 pub use events::{
     ArchEvent, ArchEventSet, CounterBacking, CounterBackingPolicy, CounterEventRequest, DecodedCounterEvent,

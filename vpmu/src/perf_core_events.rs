@@ -7,16 +7,17 @@
 //! one if no slot is available. A counter also keeps the events that it used most recently, because
 //! guests that multiplex events over few counters rotate through a small set.
 
-use perf_core::pmu::{PmuError, VcpuId};
 use std::sync::Arc;
 
+use perf_core::pmu::{PmuError, VcpuId};
+use perf_core::time::thread_run_time_ns;
 use perf_core::{
     Attr, EventHandle, EventOpenTarget, EventOrGroup, OpenFlags, PerfCore, PerfEventOpenError, Session,
     SessionRole, VcpuEventContext, error_line,
 };
 
 use crate::counter_events::{
-    CounterEnableOutcome, CounterEventLoss, CounterEvents, CounterTimes, UnavailableReason,
+    CounterEnableOutcome, CounterEventLoss, CounterEvents, CounterTimes, UnavailableReason, VcpuTime,
 };
 use crate::events::{CounterBacking, CounterEventRequest, DecodedCounterEvent, ParavirtualEvent};
 use crate::index::{CounterIndex, MAX_COUNTERS, counters_in};
@@ -481,6 +482,13 @@ impl CounterEvents for PerfCoreEvents {
 
     fn now_ns(&mut self) -> u64 {
         self.context.as_ref().map_or(0, |context| context.time_ns())
+    }
+
+    fn time(&mut self) -> VcpuTime {
+        VcpuTime {
+            event_ns: self.now_ns(),
+            run_ns: thread_run_time_ns(),
+        }
     }
 
     fn times(&mut self, counter: CounterIndex) -> CounterTimes {

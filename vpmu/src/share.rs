@@ -7,6 +7,7 @@
 use std::str::FromStr;
 
 use crate::Vendor;
+use crate::counter_events::VcpuTime;
 
 /// Maximum share of a vCPU's time for PMI handlers, in percent.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -104,7 +105,7 @@ pub(crate) struct SavedHandler {
     /// without a status register, by writing it.
     pub(crate) sources: u64,
     pub(crate) unserved: u64,
-    /// Time since the PMI was delivered, in nanoseconds.
+    /// CPU time of the vCPU's thread since the PMI was delivered, in nanoseconds.
     pub(crate) elapsed_ns: u64,
     /// Time until the next PMI may be delivered, in nanoseconds.
     pub(crate) remaining_ns: u64,
@@ -118,8 +119,7 @@ impl SavedHandler {
     }
 }
 
-/// Measurement of PMI handlers and the time of the next PMI, in nanoseconds of the vCPU's event
-/// time.
+/// Measurement of PMI handlers, and the time of the next PMI.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct ShareLimit {
     share: PmiShare,
@@ -128,9 +128,11 @@ pub(crate) struct ShareLimit {
     /// not served yet.
     sources: u64,
     unserved: u64,
-    /// Time at which the PMI was delivered. Time differences are computed with wrapping arithmetic,
-    /// because a restored time may precede the start of the clock.
-    began_ns: u64,
+    /// CPU time of the vCPU's thread at which the PMI was delivered. The duration of a handler
+    /// excludes the time in which the host ran other threads. Time differences are computed with
+    /// wrapping arithmetic, because a restored time may precede the start of the clock.
+    began_run_ns: u64,
+    /// Event time from which the next PMI may be delivered.
     next_ns: u64,
 }
 
@@ -175,15 +177,15 @@ impl ShareLimit {
     }
 
     /// Starts the measurement of a handler when a PMI that the counters in the mask `sources`
-    /// requested is delivered.
+    /// requested is delivered, at a CPU time of the vCPU's thread.
     #[inline]
-    pub(crate) fn begin(&mut self, sources: u64, now_ns: u64) {
+    pub(crate) fn begin(&mut self, sources: u64, began_run_ns: u64) {
         if self.share.is_unlimited() {
             return;
         }
         self.phase = HandlerPhase::Running;
         (self.sources, self.unserved) = (sources, sources);
-        self.began_ns = now_ns;
+        self.began_run_ns = began_run_ns;
     }
 
     /// Records that the handler has served the counters in the mask `counters`, by clearing their
@@ -204,41 +206,41 @@ impl ShareLimit {
     }
 
     /// Records that the handler has re-enabled its counters.
-    pub(crate) fn rearmed(&mut self, now_ns: u64) {
+    pub(crate) fn rearmed(&mut self, now: VcpuTime) {
         self.phase = HandlerPhase::Rearmed;
-        self.extend(now_ns);
+        self.extend(now);
     }
 
-    /// Records whether the guest is still executing the handler (`executes`) at `now_ns`.
-    pub(crate) fn observe(&mut self, executes: bool, now_ns: u64) {
+    /// Records whether the guest is still executing the handler (`executes`) at `now`.
+    pub(crate) fn observe(&mut self, executes: bool, now: VcpuTime) {
         if executes {
-            self.extend(now_ns);
+            self.extend(now);
         } else {
             self.phase = HandlerPhase::Returned;
         }
     }
 
-    /// Extends the measured duration of the handler to `now_ns`, and updates the earliest time of
-    /// the next PMI accordingly.
-    fn extend(&mut self, now_ns: u64) {
-        let gap_ns = self.share.gap_ns(now_ns.wrapping_sub(self.began_ns));
-        self.next_ns = now_ns.saturating_add(gap_ns);
+    /// Extends the measured duration of the handler to `now`, and updates the earliest time of the
+    /// next PMI accordingly.
+    fn extend(&mut self, now: VcpuTime) {
+        let gap_ns = self.share.gap_ns(now.run_ns.wrapping_sub(self.began_run_ns));
+        self.next_ns = now.event_ns.saturating_add(gap_ns);
     }
 
-    pub(crate) fn save(&self, now_ns: u64) -> SavedHandler {
-        if self.phase != HandlerPhase::Running && self.next_ns <= now_ns {
+    pub(crate) fn save(&self, now: VcpuTime) -> SavedHandler {
+        if self.phase != HandlerPhase::Running && self.next_ns <= now.event_ns {
             return SavedHandler::default();
         }
         SavedHandler {
             phase: self.phase,
             sources: self.sources,
             unserved: self.unserved,
-            elapsed_ns: now_ns.wrapping_sub(self.began_ns),
-            remaining_ns: self.next_ns.saturating_sub(now_ns),
+            elapsed_ns: now.run_ns.wrapping_sub(self.began_run_ns),
+            remaining_ns: self.next_ns.saturating_sub(now.event_ns),
         }
     }
 
-    pub(crate) fn restore(&mut self, saved: SavedHandler, now_ns: u64) {
+    pub(crate) fn restore(&mut self, saved: SavedHandler, now: VcpuTime) {
         self.reset();
         if saved == SavedHandler::default() {
             return;
@@ -246,8 +248,8 @@ impl ShareLimit {
         self.phase = saved.phase;
         self.sources = saved.sources;
         self.unserved = saved.unserved;
-        self.began_ns = now_ns.wrapping_sub(saved.elapsed_ns);
-        self.next_ns = now_ns.saturating_add(saved.remaining_ns);
+        self.began_run_ns = now.run_ns.wrapping_sub(saved.elapsed_ns);
+        self.next_ns = now.event_ns.saturating_add(saved.remaining_ns);
     }
 
     /// Discards the measurement of the last handler.
@@ -277,10 +279,23 @@ mod tests {
     fn stopped_process_delays_pmi_by_one_second_at_most() {
         let mut limit = ShareLimit::new(PmiShare(1));
         limit.begin(1, 0);
-        limit.rearmed(3600 * 1_000_000_000);
+        limit.rearmed((3600 * 1_000_000_000).into());
         assert_eq!(limit.next_ns(), 3601 * 1_000_000_000);
-        limit.rearmed(u64::MAX);
+        limit.rearmed(u64::MAX.into());
         assert_eq!(limit.next_ns(), u64::MAX);
+    }
+
+    /// While the host runs other threads, the handler makes no progress. This time does not delay
+    /// the next PMI.
+    #[test]
+    fn wait_for_cpu_is_not_part_of_handler() {
+        let mut limit = ShareLimit::new(PmiShare(25));
+        limit.begin(1, 1_000);
+        limit.rearmed(VcpuTime {
+            event_ns: 50_000_000,
+            run_ns: 3_000,
+        });
+        assert_eq!(limit.next_ns(), 50_000_000 + 3 * 2_000);
     }
 
     proptest! {
@@ -298,11 +313,11 @@ mod tests {
                 inside += handler_ns;
                 if is_observed {
                     // The handler has returned without serving its counter.
-                    limit.observe(true, now_ns);
-                    limit.observe(false, now_ns);
+                    limit.observe(true, now_ns.into());
+                    limit.observe(false, now_ns.into());
                 } else {
                     limit.served(1);
-                    limit.rearmed(now_ns);
+                    limit.rearmed(now_ns.into());
                 }
                 // The next PMI becomes due, and is delayed until the limit permits it.
                 let due_ns = now_ns + asks_after_ns;

@@ -133,7 +133,7 @@ impl Vpmu {
             Some(DuePmi { deferred: true, .. }) => PMI_DEFERRED,
         });
         body.extend(pmi.map_or(0, |pmi| pmi.sources).to_le_bytes());
-        write_handler(&mut body, self.pmi_share.save(events.now_ns()));
+        write_handler(&mut body, self.pmi_share.save(events.time()));
         let existing = self.model.counters_mask();
         body.push(existing.count_ones() as u8);
         for counter in counters_in(existing) {
@@ -237,7 +237,7 @@ impl Vpmu {
         self.counters = counters;
         self.branches = branches;
         self.restore_pmi(pmi);
-        self.pmi_share.restore(handler, events.now_ns());
+        self.pmi_share.restore(handler, events.time());
         self.note_all_svme();
         self.mark_all();
         Ok(())

@@ -18,7 +18,7 @@ pub mod sched;
 pub mod sim;
 mod spans;
 #[cfg(feature = "host")]
-mod timer;
+pub(crate) mod timer;
 pub mod vmm_pmu;
 
 use std::any::Any;

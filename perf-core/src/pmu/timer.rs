@@ -110,7 +110,7 @@ pub(super) fn wall_ns() -> u64 {
 }
 
 /// Returns the time of clock `id` in nanoseconds, or 0 if the clock does not exist.
-pub(super) fn clock_ns(id: libc::clockid_t) -> u64 {
+pub(crate) fn clock_ns(id: libc::clockid_t) -> u64 {
     let mut ts = libc::timespec {
         tv_sec: 0,
         tv_nsec: 0,

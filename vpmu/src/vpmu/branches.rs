@@ -5,6 +5,7 @@ use perf_core::branch::BranchEntry;
 use super::{MsrReadOutcome, MsrWriteOutcome, Vpmu};
 use crate::PrivilegeLevels;
 use crate::branches::{BranchPhase, BranchRegister};
+use crate::counter_events::VcpuTime;
 use crate::index::MsrAddress;
 use crate::vendor::RegisterWriteEffect;
 
@@ -56,12 +57,12 @@ impl Vpmu {
         }
     }
 
-    /// Clears the branch records and starts to collect branches for the due PMI. `now_ns` is the
-    /// current time on the clock that [`Vpmu::pmi_ready`] uses.
-    pub fn begin_branches(&mut self, now_ns: u64) {
+    /// Clears the branch records and starts to collect branches for the due PMI.
+    pub fn begin_branches(&mut self, now: impl Into<VcpuTime>) {
         if let Some(branches) = &mut self.branches {
             branches.clear();
-            branches.phase = BranchPhase::Collecting { began_ns: now_ns };
+            let began_run_ns = now.into().run_ns;
+            branches.phase = BranchPhase::Collecting { began_run_ns };
         }
     }
 
@@ -87,21 +88,24 @@ impl Vpmu {
     /// has requested this. The PMI can then be delivered.
     pub fn complete_branches(&mut self) {
         if let Some(branches) = &mut self.branches
-            && let BranchPhase::Collecting { began_ns } = branches.phase
+            && let BranchPhase::Collecting { began_run_ns } = branches.phase
         {
-            branches.phase = BranchPhase::Complete { began_ns };
+            branches.phase = BranchPhase::Complete { began_run_ns };
             if self.vendor.records_branches(&self.registers) {
                 self.vendor.freeze_branches(&self.model, &mut self.registers);
             }
         }
     }
 
-    /// Returns the time at which the collection of branches started for the PMI that is being
-    /// delivered at `now_ns`, or `now_ns` if there was no collection.
-    pub(super) fn pmi_began_ns(&self, now_ns: u64) -> u64 {
+    /// Returns the CPU time of the vCPU's thread at which the collection of branches started for
+    /// the PMI that is being delivered at `now`, or the CPU time of `now` if there was no
+    /// collection.
+    pub(super) fn pmi_began_run_ns(&self, now: VcpuTime) -> u64 {
         match self.branches.as_ref().map(|branches| branches.phase) {
-            Some(BranchPhase::Collecting { began_ns } | BranchPhase::Complete { began_ns }) => began_ns,
-            Some(BranchPhase::Idle) | None => now_ns,
+            Some(BranchPhase::Collecting { began_run_ns } | BranchPhase::Complete { began_run_ns }) => {
+                began_run_ns
+            }
+            Some(BranchPhase::Idle) | None => now.run_ns,
         }
     }
 

@@ -2,7 +2,7 @@
 //! and its withdrawal after the guest has served the overflows that requested it.
 
 use super::Vpmu;
-use crate::counter_events::CounterEvents;
+use crate::counter_events::{CounterEvents, VcpuTime};
 use crate::index::counters_in;
 
 /// Delivery status of the PMI.
@@ -192,8 +192,8 @@ impl Vpmu {
     /// Records whether the guest still executes the handler of the last delivered PMI. `executes`
     /// must be `true` if the PMI was an NMI that has not been followed by an IRET yet, or if its
     /// interrupt vector is requested or in service in the local APIC.
-    pub fn observe_handler(&mut self, executes: bool, now_ns: u64) {
-        self.pmi_share.observe(executes, now_ns);
+    pub fn observe_handler(&mut self, executes: bool, now: impl Into<VcpuTime>) {
+        self.pmi_share.observe(executes, now.into());
     }
 
     /// Ends the measurement of the PMI handler if the handler has served all counters that
@@ -205,7 +205,7 @@ impl Vpmu {
             && self.vendor.globally_enabled(&self.registers) != 0
             && counters_in(self.pmi_share.sources()).all(is_enabled)
         {
-            self.pmi_share.rearmed(events.now_ns());
+            self.pmi_share.rearmed(events.time());
         }
     }
 
@@ -261,13 +261,15 @@ impl Vpmu {
 
     /// Records the delivery of the due PMI. If [`Self::delivery_masks_lvtpc`] returns `true`, the
     /// caller must also mask LVTPC.
-    pub fn pmi_delivered(&mut self, now_ns: u64) {
+    pub fn pmi_delivered(&mut self, now: impl Into<VcpuTime>) {
         if self.pmi_due {
+            let now = now.into();
+            let now_ns = now.event_ns;
             if let Some(since_ns) = self.pmi_held_since_ns {
                 self.pmi_counts.held_ns += now_ns.saturating_sub(since_ns);
             }
             // Steps that collect branches delay the guest as the handler does.
-            self.pmi_share.begin(self.pmi_sources, self.pmi_began_ns(now_ns));
+            self.pmi_share.begin(self.pmi_sources, self.pmi_began_run_ns(now));
             self.forget_pmi();
             self.pmi_counts.delivered += 1;
             self.pmi_limit.take(now_ns);

@@ -1,6 +1,6 @@
 //! PMIs of a vCPU: determines when a PMI is due, and records its delivery.
 
-use vpmu::{CounterEvents as _, PmiCounts, PmiReadiness};
+use vpmu::{CounterEvents as _, PmiCounts, PmiReadiness, VcpuTime};
 
 use super::VcpuPmu;
 
@@ -19,6 +19,12 @@ impl VcpuPmu {
             .map_or(0, |attached| attached.events.now_ns())
     }
 
+    fn time(&mut self) -> VcpuTime {
+        self.attached
+            .as_mut()
+            .map_or_else(VcpuTime::default, |attached| attached.events.time())
+    }
+
     /// Returns whether the due PMI may be delivered now, or when a limit permits its delivery.
     pub fn pmi_ready(&mut self) -> PmiReadiness {
         let now_ns = self.now_ns();
@@ -35,8 +41,8 @@ impl VcpuPmu {
 
     /// Records whether the guest is still executing the handler of the last PMI.
     pub fn observe_handler(&mut self, executes: bool) {
-        let now_ns = self.now_ns();
-        self.vpmu.observe_handler(executes, now_ns);
+        let now = self.time();
+        self.vpmu.observe_handler(executes, now);
     }
 
     /// Records that the due PMI cannot be delivered now. Returns `false` if the PMI is no longer
@@ -57,14 +63,14 @@ impl VcpuPmu {
 
     /// Starts to collect the guest's branch records for the due PMI.
     pub fn begin_branch_records(&mut self) {
-        let now_ns = self.now_ns();
-        self.vpmu.begin_branches(now_ns);
+        let now = self.time();
+        self.vpmu.begin_branches(now);
     }
 
     /// Records that the due PMI was delivered.
     pub fn pmi_delivered(&mut self) {
-        let now_ns = self.now_ns();
-        self.vpmu.pmi_delivered(now_ns);
+        let now = self.time();
+        self.vpmu.pmi_delivered(now);
     }
 
     /// Returns the nanoseconds until `time_ns`, a time on the event clock of the vCPU, which stops
