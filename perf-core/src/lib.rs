@@ -170,9 +170,9 @@ pub mod time;
 pub use diagnostics::{error_line, guest_log};
 
 pub use crate::api::{
-    ContextPin, EventHandle, EventOpenTarget, EventOrGroup, GroupReading, GuestMmapEvent, LockedContext,
-    OpenFlags, PerfCoreBuilder, PerfCoreConfigError, PerfCoreSetting, PerfCoreSettingError, Reading, Session,
-    VcpuReading,
+    ContextPin, DetailedReading, EventHandle, EventOpenTarget, EventOrGroup, GroupReading, GuestMmapEvent,
+    LockedContext, OpenFlags, PerfCoreBuilder, PerfCoreConfigError, PerfCoreSetting, PerfCoreSettingError,
+    Reading, Session, VcpuReading,
 };
 pub use crate::attr::{Attr, EventType, ReadFormat, SampleType};
 pub use crate::context::ContextStats;

@@ -24,6 +24,6 @@ pub use handle::EventHandle;
 pub use hold::LockedContext;
 pub use knobs::{PerfCoreSetting, PerfCoreSettingError};
 pub use open::{EventOpenTarget, OpenFlags};
-pub use read::{GroupReading, Reading, VcpuReading};
+pub use read::{DetailedReading, GroupReading, Reading, VcpuReading};
 pub use session::Session;
 pub use switch::ContextPin;

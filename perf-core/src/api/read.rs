@@ -71,6 +71,22 @@ pub struct VcpuReading {
     pub estimate: Option<Estimate>,
 }
 
+/// The count of an event with its estimate and, for a VM-wide event, the contributions of the
+/// vCPUs. All values stem from one reading of each vCPU, so the contributions add up to the total.
+#[derive(Clone, Debug, PartialEq)]
+pub struct DetailedReading {
+    /// Count and times of the event.
+    pub reading: Reading,
+    /// Estimate of the count over the whole time enabled, with a standard error. Interpolated from
+    /// the time slices in which the event ran, and summed over the vCPUs of a VM-wide event. `None`
+    /// if the event was not counted, or if a VM-wide event was enabled but not counted on some
+    /// vCPU.
+    pub estimate: Option<Estimate>,
+    /// Contribution of each vCPU to a VM-wide event, in order of vCPU number, including removed
+    /// vCPUs. Empty for all other events.
+    pub vcpus: Vec<VcpuReading>,
+}
+
 /// The readings of all members of a group, leader first. Stored inline for up to eight members.
 pub type GroupReading = SmallVec<[Reading; 8]>;
 
@@ -111,56 +127,56 @@ impl EventHandle {
         Ok(Reading::new(totals, self.id()))
     }
 
-    /// Estimates the count over the whole time enabled, with a standard error. The estimate is
-    /// interpolated from the time slices in which the event ran. For a family (a VM-wide event with
-    /// children), returns the sum over its vCPUs. Returns `None` if the event was not counted, or
-    /// if a family was enabled but not counted on some vCPU.
+    /// Reads the event, its estimate, and the contributions of the vCPUs. Reads each vCPU once,
+    /// under its own lock, so the contributions of running vCPUs are not simultaneous.
     ///
     /// # Errors
     ///
     /// Returns [`PerfEventControlError::Closed`] if the event is closed.
-    pub fn estimate(&self) -> Result<Option<Estimate>, PerfEventControlError> {
+    pub fn read_in_detail(&self) -> Result<DetailedReading, PerfEventControlError> {
         let event = &self.inner.event;
         let family = event.family();
-        let mut sum = {
+        let (mut totals, mut estimate) = {
             let now_ns = event.cell.now_ns();
             let mut context = event.cell.lock();
             context
                 .get(event.key, &event.shared)
                 .ok_or(PerfEventControlError::Closed)?;
-            context.estimate(event.key, now_ns)
+            context.totals_and_estimate(event.key, now_ns)
         };
-        if let Some(family) = family {
-            sum.add(family.estimate());
-        }
-        Ok(sum.get())
-    }
-
-    /// Returns the contribution of each vCPU to a VM-wide event in order of vCPU number, including
-    /// removed vCPUs. The result is empty for all other events.
-    ///
-    /// The contributions add up to the result of [`EventHandle::read`] as long as no event is
-    /// counting. Each vCPU is read under its own lock, so the contributions of running vCPUs are
-    /// not simultaneous.
-    ///
-    /// # Errors
-    ///
-    /// Returns [`PerfEventControlError::Closed`] if the event is closed.
-    pub fn read_by_vcpu(&self) -> Result<Vec<VcpuReading>, PerfEventControlError> {
-        let event = &self.inner.event;
-        let family = event.family();
-        event
-            .cell
-            .lock()
-            .get(event.key, &event.shared)
-            .ok_or(PerfEventControlError::Closed)?;
+        let children = family
+            .map(|family| family.read(&event.shared.folded))
+            .unwrap_or_default();
+        totals.add(children.totals);
+        estimate.add(children.estimate);
         let part = |(vcpu, totals, estimate): (VcpuId, Totals, EstimateSum)| VcpuReading {
             vcpu,
             reading: Reading::new(totals, self.id()),
             estimate: estimate.get(),
         };
-        let parts = family.map(|family| family.by_vcpu()).unwrap_or_default();
-        Ok(parts.into_iter().map(part).collect())
+        Ok(DetailedReading {
+            reading: Reading::new(totals, self.id()),
+            estimate: estimate.get(),
+            vcpus: children.by_vcpu.into_iter().map(part).collect(),
+        })
+    }
+
+    /// Returns [`DetailedReading::estimate`].
+    ///
+    /// # Errors
+    ///
+    /// Returns [`PerfEventControlError::Closed`] if the event is closed.
+    pub fn estimate(&self) -> Result<Option<Estimate>, PerfEventControlError> {
+        Ok(self.read_in_detail()?.estimate)
+    }
+
+    /// Returns [`DetailedReading::vcpus`].
+    ///
+    /// # Errors
+    ///
+    /// Returns [`PerfEventControlError::Closed`] if the event is closed.
+    pub fn read_by_vcpu(&self) -> Result<Vec<VcpuReading>, PerfEventControlError> {
+        Ok(self.read_in_detail()?.vcpus)
     }
 
     /// Returns `true` if the event, or its child on some vCPU, is in the error state and has

@@ -44,13 +44,14 @@ impl Context {
         }
     }
 
-    /// Returns an estimate of the event's count over its whole time enabled.
-    pub fn estimate(&mut self, key: EventKey, now_ns: u64) -> EstimateSum {
+    /// Returns [`Context::totals`], and an estimate of the event's count over its whole time
+    /// enabled.
+    pub fn totals_and_estimate(&mut self, key: EventKey, now_ns: u64) -> (Totals, EstimateSum) {
         let totals = self.totals(key, now_ns);
         let rhythm = self.has_aliasing(key);
         let event = &mut self.events[key];
         if matches!(event.source, Source::Family) {
-            return EstimateSum::default();
+            return (totals, EstimateSum::default());
         }
         let estimate = match &event.slices {
             _ if totals.times.enabled_ns == totals.times.running_ns => None,
@@ -72,7 +73,7 @@ impl Context {
                 })
             }
         };
-        EstimateSum::of(totals, estimate)
+        (totals, EstimateSum::of(totals, estimate))
     }
 
     /// Returns the driver group ([`pmu::PmuEvent::group`]) of `leader`, which new members of its

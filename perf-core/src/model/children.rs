@@ -23,13 +23,23 @@ pub(crate) trait FamilyMember {
     /// Returns the current totals of the member, or its final totals if it has stopped.
     fn totals(&self) -> Totals;
 
-    /// Returns an estimate of the member's count over its whole time enabled.
-    fn estimate(&self) -> EstimateSum;
+    /// Returns [`FamilyMember::totals`], and an estimate of the count over the whole time enabled,
+    /// from one reading of the member.
+    fn totals_and_estimate(&self) -> (Totals, EstimateSum);
 
     /// Returns the number of the vCPU on which the member counts.
     fn vcpu(&self) -> Option<VcpuId> {
         None
     }
+}
+
+/// A reading of all members of a family.
+#[derive(Debug, Default)]
+pub(crate) struct FamilyReading {
+    pub totals: Totals,
+    pub estimate: EstimateSum,
+    /// Contribution of each vCPU, including exited children, in order of vCPU number.
+    pub by_vcpu: Vec<(VcpuId, Totals, EstimateSum)>,
 }
 
 /// The children of a VM-wide event: the live children, and the totals of exited ones.
@@ -71,15 +81,6 @@ impl<M: FamilyMember> Children<M> {
         totals
     }
 
-    /// Returns the sum of the estimates of exited and live children.
-    pub fn estimate(&self) -> EstimateSum {
-        let mut sum = self.estimates;
-        for child in &self.live {
-            sum.add(child.estimate());
-        }
-        sum
-    }
-
     /// Sets the counts of exited children to 0, but not their times.
     pub fn reset(&mut self, folded: &ExitedTotals) {
         folded.count.store(0, Ordering::Relaxed);
@@ -93,36 +94,42 @@ impl<M: FamilyMember> Children<M> {
         }
     }
 
-    /// Returns the totals and the estimate of each vCPU, including exited children, in order of
-    /// vCPU number. The contributions add up to [`Children::totals`] and [`Children::estimate`].
-    pub fn by_vcpu(&self) -> Vec<(VcpuId, Totals, EstimateSum)> {
-        let mut parts = self.gone.clone();
+    /// Reads each live child once, and adds the exited children.
+    pub fn read(&self, folded: &ExitedTotals) -> FamilyReading {
+        let mut all = FamilyReading {
+            totals: folded.load(),
+            estimate: self.estimates,
+            by_vcpu: self.gone.clone(),
+        };
         for child in &self.live {
+            let (totals, estimate) = child.totals_and_estimate();
+            all.totals.add(totals);
+            all.estimate.add(estimate);
             if let Some(vcpu) = child.vcpu() {
-                parts.push((vcpu, child.totals(), child.estimate()));
+                all.by_vcpu.push((vcpu, totals, estimate));
             }
         }
-        parts.sort_by_key(|(vcpu, ..)| *vcpu);
-        parts.dedup_by(|(later, totals, estimate), (vcpu, sum, estimates)| {
-            let same = later == vcpu;
-            if same {
-                sum.add(*totals);
-                estimates.add(*estimate);
-            }
-            same
-        });
-        parts
+        all.by_vcpu.sort_by_key(|(vcpu, ..)| *vcpu);
+        all.by_vcpu
+            .dedup_by(|(later, totals, estimate), (vcpu, sum, estimates)| {
+                let same = later == vcpu;
+                if same {
+                    sum.add(*totals);
+                    estimates.add(*estimate);
+                }
+                same
+            });
+        all
     }
 
     /// Removes a child that has stopped permanently, and adds its final totals to those of the
     /// parent. Returns `None` if the child was already removed.
     pub fn fold(&mut self, folded: &ExitedTotals, is_it: impl Fn(&M) -> bool) -> Option<(M, Totals)> {
         let child = self.unlink(is_it)?;
-        let last = child.totals();
+        let (last, estimate) = child.totals_and_estimate();
         let mut totals = folded.load();
         totals.add(last);
         folded.store(totals);
-        let estimate = child.estimate();
         self.estimates.add(estimate);
         if let Some(vcpu) = child.vcpu() {
             self.add_gone(vcpu, last, estimate);

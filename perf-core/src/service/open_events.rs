@@ -116,9 +116,9 @@ impl FamilyMember for Child {
         self.cell.lock().totals(self.key, now_ns)
     }
 
-    fn estimate(&self) -> EstimateSum {
+    fn totals_and_estimate(&self) -> (Totals, EstimateSum) {
         let now_ns = self.cell.now_ns();
-        self.cell.lock().estimate(self.key, now_ns)
+        self.cell.lock().totals_and_estimate(self.key, now_ns)
     }
 
     fn vcpu(&self) -> Option<VcpuId> {

@@ -1,8 +1,11 @@
 //! Tests of VM-wide events while vCPUs are added and removed.
 
+use std::sync::Arc;
+
 use perf_core::*;
 
 use crate::common::test_core::*;
+use crate::nothing::NoopPmu;
 
 fn wide() -> Attr {
     hw().with_inherit()
@@ -37,6 +40,43 @@ fn reset_family_keeps_times_of_exited_children() {
     assert_eq!(e.read().unwrap().estimate(), Some(0));
     let estimate = e.estimate().unwrap().unwrap();
     assert_eq!((estimate.value, estimate.exact), (0, true));
+}
+
+/// A detailed reading reads the driver once per vCPU, so its count, its estimate and the
+/// contributions of the vCPUs agree although the events are counting. The count of an event of
+/// `NoopPmu` is the number of times that the event was read.
+#[test]
+fn detailed_reading_reads_each_vcpu_once() {
+    let core = PerfCore::new(PerfCoreConfig::default());
+    core.register(Arc::new(NoopPmu { slots: 4 }));
+    let vcpus = [0, 1, 2].map(|n| core.add_vcpu(VcpuId(n), 0).unwrap());
+    vcpus.iter().for_each(|vcpu| vcpu.sched_in());
+    let session = core.session(0, SessionRole::Admin);
+    let open = |target, inherit| {
+        let attr = Attr {
+            inherit,
+            ..Attr::counting(EventType::SIM, 0)
+        };
+        core.open(&session, attr, target, None, OpenFlags::default())
+            .unwrap()
+    };
+    for (event, vcpus) in [
+        (open(EventOpenTarget::Vm, true), 3),
+        (open(EventOpenTarget::Vcpu(VcpuId(0)), false), 1),
+    ] {
+        let mut before = event.read_in_detail().unwrap().reading.value;
+        for _ in 0..3 {
+            let all = event.read_in_detail().unwrap();
+            assert_eq!(all.reading.value - before, vcpus);
+            assert_eq!(
+                all.estimate.map(|estimate| estimate.value),
+                Some(all.reading.value)
+            );
+            let parts: u64 = all.vcpus.iter().map(|part| part.reading.value).sum();
+            assert!(parts == all.reading.value || all.vcpus.is_empty());
+            before = all.reading.value;
+        }
+    }
 }
 
 /// The contributions of a removed vCPU and of a later vCPU with the same number are reported in one

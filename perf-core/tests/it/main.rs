@@ -4,6 +4,9 @@
 //! `ring` are separate programs. Their module comments give the reasons.
 
 mod common;
+#[cfg(feature = "sim")]
+#[path = "../../benches/nothing/mod.rs"]
+mod nothing;
 
 #[cfg(feature = "clock")]
 mod branch_stacks;

@@ -31,8 +31,9 @@ impl FamilyMember for Child {
         }
     }
 
-    fn estimate(&self) -> EstimateSum {
-        EstimateSum::of(self.totals(), None)
+    fn totals_and_estimate(&self) -> (Totals, EstimateSum) {
+        let totals = self.totals();
+        (totals, EstimateSum::of(totals, None))
     }
 }
 

@@ -7,8 +7,8 @@ use std::sync::Arc;
 use perf_core::pmu::{PmuError, VcpuId, host};
 use perf_core::ring::Ring;
 use perf_core::{
-    Attr, EventHandle, EventOpenTarget, EventOrGroup, OpenFlags, PerfEventOpenError, Session, SessionRole,
-    VcpuReading, error_line,
+    Attr, DetailedReading, EventHandle, EventOpenTarget, EventOrGroup, OpenFlags, PerfEventOpenError,
+    Session, SessionRole, VcpuReading, error_line,
 };
 
 use super::events::{OperatorEvent, operator_event};
@@ -530,8 +530,11 @@ impl ControlClientEvents {
     pub fn read(&self) -> Vec<EventReading> {
         let present = self.registry.present();
         let read = |(at, event): (usize, &OpenEvent)| {
-            let reading = event.handle.read().ok()?;
-            let estimate = event.handle.estimate().ok().flatten();
+            let DetailedReading {
+                reading,
+                estimate,
+                vcpus,
+            } = event.handle.read_in_detail().ok()?;
             Some(EventReading {
                 handle: at as u32,
                 value: reading.value,
@@ -542,7 +545,7 @@ impl ControlClientEvents {
                 bound: estimate.and_then(|e| e.bound),
                 failed: event.handle.has_failed(),
                 gone: event.gone || event.vcpu.is_some_and(|vcpu| !has(present, vcpu)),
-                vcpus: event.handle.read_by_vcpu().ok()?.iter().map(part).collect(),
+                vcpus: vcpus.iter().map(part).collect(),
             })
         };
         self.events.iter().enumerate().filter_map(read).collect()
