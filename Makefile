@@ -232,11 +232,12 @@ unit-check:
 	systemd-analyze verify --man=no "$$directory/perfvisor@.service" "$$directory/perfvisor-exporter.service" && \
 	echo "unit-check: the units are right"
 
-## bench: criterion benchmarks, and their medians as JSON in target/bench.json
+## bench: criterion benchmarks, and their medians as JSON in target/bench/criterion.json
 .PHONY: bench
 bench:
 	$(CARGO) bench --workspace --bench '*'
-	$(CARGO) run --release --bin bench-summary -- $(TARGET_DIR)/criterion $(TARGET_DIR)/bench.json
+	mkdir -p $(TARGET_DIR)/bench
+	$(CARGO) run --release --bin bench-summary -- $(TARGET_DIR)/criterion $(TARGET_DIR)/bench/criterion.json
 
 ## overhead: what ways of sampling cost a guest, side by side (ROUNDS=24 HZ=1000 WAYS=bcde; LAB=1: in the lab)
 OVERHEAD_OPTIONS = $(if $(ROUNDS),--rounds $(ROUNDS)) $(if $(HZ),--hz $(HZ)) $(if $(WAYS),--ways $(WAYS))
@@ -244,7 +245,8 @@ OVERHEAD_OPTIONS = $(if $(ROUNDS),--rounds $(ROUNDS)) $(if $(HZ),--hz $(HZ)) $(i
 overhead: $(if $(LAB),overhead-in-lab,build)
 ifndef LAB
 	$(CARGO) build --release -p comparisons --bin overhead
-	$(RELEASE_DIR)/overhead $(OVERHEAD_OPTIONS) --json $(TARGET_DIR)/overhead.json
+	mkdir -p $(TARGET_DIR)/bench
+	$(RELEASE_DIR)/overhead $(OVERHEAD_OPTIONS) --json $(TARGET_DIR)/bench/overhead.json
 endif
 
 # The lab has nothing but static programs, and its commands end after ten minutes unless told.
