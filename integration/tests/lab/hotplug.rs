@@ -135,8 +135,7 @@ fn linux_plugs_and_ejects_vcpus() {
         .max_cpus(3)
         .script(SCRIPT)
         .limit(LIMIT)
-        // The handler of a busy host takes long. A lower share would drop most samples.
-        .args(["--name", "hotplug", "--stats", "--pmi-share", "50%"]);
+        .args(["--name", "hotplug", "--stats"]);
     let running = place.start(&guest.command(&place).unwrap()).unwrap();
     let mut running = reaches(running, "marker-ready");
     let perfvisor = place.perfvisor().unwrap();
