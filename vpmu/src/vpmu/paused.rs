@@ -97,12 +97,41 @@ impl Vpmu {
     fn resume_counters(&mut self, counters: u64, events: &mut dyn CounterEvents) {
         self.paused.counters &= !counters;
         self.running |= counters;
-        let stopped = events.resume(counters, &mut |counter, count| self.on_resume(counter, count));
+        let rearmed = self.rearm_written(counters, events);
+        if rearmed == counters {
+            return;
+        }
+        let stopped = events.resume(counters & !rearmed, &mut |counter, count| {
+            self.on_resume(counter, count)
+        });
         for counter in counters_in(stopped) {
             self.running &= !counter.mask();
             self.misses_emulated &= !counter.mask();
             self.stop_paused(counter, events);
         }
+    }
+
+    /// Re-arms those of the resumed counters in the mask `counters` that the guest has written and
+    /// whose events have counted through the pause. Returns their mask. Re-arming returns the
+    /// count, so the event is not read twice.
+    fn rearm_written(&mut self, counters: u64, events: &mut dyn CounterEvents) -> u64 {
+        let mut rearmed = 0;
+        for counter in counters_in(counters & self.rearm) {
+            let held = &self.counters[counter.slot()];
+            let counts_on = held
+                .programmed
+                .is_some_and(|(_, backing)| backing.counts_through_pauses());
+            if !counts_on || !self.vendor.interrupts(&self.registers, counter) {
+                continue;
+            }
+            let until_overflow = self.model.width().until_overflow(held.value);
+            let count = events.arm(counter, until_overflow);
+            self.on_resume(counter, count);
+            self.counters[counter.slot()].armed_for(until_overflow);
+            rearmed |= counter.mask();
+        }
+        self.rearm &= !rearmed;
+        rearmed
     }
 
     /// Updates the state of a resumed counter whose event now has the count `count`. Counts during

@@ -21,8 +21,10 @@ fn counter(n: u32) -> CounterIndex {
     CounterIndex::from_bit(n).unwrap()
 }
 
+/// A task switch costs one call per counter at the stop and one at the restart, which reads the
+/// event or, if the guest has written the counter, re-arms it.
 #[test]
-fn task_switch_rearms_only_written_counters() {
+fn task_switch_reads_or_rearms_each_counter_once() {
     let mut guest = four_counters();
     guest.run(100);
     for written in [0, 1, 4] {
@@ -33,7 +35,7 @@ fn task_switch_rearms_only_written_counters() {
             guest.write(IA32_A_PMC0 + n, (1 << 48) - 2_000_000);
         }
         guest.write(IA32_PERF_GLOBAL_CTRL, 0xF);
-        assert_eq!(guest.events.calls - calls, 8 + u64::from(written), "{written}");
+        assert_eq!(guest.events.calls - calls, 8, "{written}");
         assert_eq!(guest.events.enables, enables, "none is started anew");
     }
 }
