@@ -70,7 +70,7 @@ impl OverflowService<'_> {
                 let mut pass = self.core.pass(self.origin, now_ns, Some(seen), &mut batch);
                 context.account_overflows(&mut noticed, &mut pass);
             }
-            batch.into_iter().for_each(&mut *sink);
+            batch.iter().copied().for_each(&mut *sink);
             if !noticed.more {
                 return noticed.served;
             }
@@ -169,7 +169,7 @@ impl VcpuEventContext {
         }
         drop(guard);
         // Called after the level was released, because the sink may raise events itself.
-        batch.into_iter().for_each(sink);
+        batch.iter().copied().for_each(sink);
         true
     }
 }
