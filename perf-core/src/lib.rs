@@ -179,7 +179,7 @@ pub use crate::context::ContextStats;
 pub use crate::model::failure::{PinnedEventFailure, PinnedEventFailureCause};
 pub use crate::model::regs::{CALLCHAIN_MAX, SampleRegs, UnavailableRegs};
 pub use crate::model::software::{RecursionContext, SoftwareEventId};
-pub use crate::model::state::{EventState, PendingTickWork};
+pub use crate::model::state::{EventState, PendingTickWork, TickTimer};
 pub use crate::notify::PollState;
 pub use crate::pmu::{Pmu, PmuEvent, VcpuId};
 pub use crate::record::CpuMode;

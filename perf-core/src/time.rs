@@ -11,25 +11,12 @@
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Instant;
 
-use crate::model::state::PendingTickWork;
-use crate::pmu::timer::clock_ns;
-
 /// A monotonic clock in nanoseconds. The core gets its clock from the configuration, so that tests
 /// can control scheduling and times exactly.
 pub trait Clock: Send + Sync {
     /// Returns the time since a fixed instant, in nanoseconds. The time never decreases, on any
     /// thread.
     fn now_ns(&self) -> u64;
-}
-
-/// The VMM's timer, whose expirations call [`crate::PerfCore::tick`].
-pub trait TickTimer: Send + Sync {
-    /// Requests ticks because the core has begun to need them. The timer may stop once
-    /// [`crate::PerfCore::tick_need`] returns [`PendingTickWork::None`].
-    ///
-    /// Called on any thread and in signal handlers, with the lock of a context held. The call must
-    /// not block and must not call the core. Repeated requests are frequent.
-    fn request(&self, need: PendingTickWork);
 }
 
 /// The monotonic clock of the host, relative to the creation of the [`MonotonicClock`].
@@ -60,13 +47,6 @@ impl Clock for MonotonicClock {
         // 2^64 ns are 584 years, so the conversion does not truncate in practice.
         self.origin.elapsed().as_nanos() as u64
     }
-}
-
-/// Returns the CPU time of the calling thread, in nanoseconds (CLOCK_THREAD_CPUTIME_ID,
-/// `clock_gettime(2)`).
-#[must_use]
-pub fn thread_run_time_ns() -> u64 {
-    clock_ns(libc::CLOCK_THREAD_CPUTIME_ID)
 }
 
 /// A clock for tests, whose time advances only through [`ManualClock::advance`].

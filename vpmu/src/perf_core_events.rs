@@ -9,8 +9,7 @@
 
 use std::sync::Arc;
 
-use perf_core::pmu::{PmuError, VcpuId};
-use perf_core::time::thread_run_time_ns;
+use perf_core::pmu::{PmuError, VcpuId, thread_run_time_ns};
 use perf_core::{
     Attr, EventHandle, EventOpenTarget, EventOrGroup, OpenFlags, PerfCore, PerfEventOpenError, Session,
     SessionRole, VcpuEventContext, error_line,

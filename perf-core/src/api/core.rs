@@ -69,7 +69,7 @@ impl PerfCore {
 
     /// Returns `true` if [`PerfCore::tick`] has work to do or may have work later without another
     /// call, apart from checking whether hardware events still count. Otherwise the VMM may disarm
-    /// its timer until the next call of [`TickTimer::request`](crate::time::TickTimer::request).
+    /// its timer until the next call of [`TickTimer::request`](crate::TickTimer::request).
     #[must_use]
     pub fn needs_tick(&self) -> bool {
         self.tick_need() >= PendingTickWork::Watch

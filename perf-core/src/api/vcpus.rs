@@ -51,9 +51,12 @@ impl PerfCore {
         let Err(at) = vcpus.binary_search_by_key(&vcpu, |v| v.id()) else {
             return Err(PerfEventOpenError::VcpuExists(vcpu));
         };
+        let config = &self.inner.config;
         let cell = Arc::new(ContextCell::new(
             self.inner.limits.share(),
-            &self.inner.config,
+            config.mux_config(),
+            Arc::clone(&config.clock),
+            config.tick_timer.clone(),
             whose,
         ));
         // Only vCPUs inherit VM-wide events. Other threads and host CPUs are not part of the VM.

@@ -6,9 +6,9 @@ use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use super::Context;
 use crate::lock::{Lock, LockGuard, LockRank};
 use crate::model::software::DeferredEvents;
+use crate::model::state::TickTimer;
 use crate::pmu::{PmuEventTarget, VcpuId};
-use crate::schedule::SharePolicy;
-use crate::service::config::PerfCoreConfig;
+use crate::schedule::{MuxConfig, SharePolicy};
 use crate::time::Clock;
 
 /// Value of [`ContextCell::owner`] for the VM context. No other context has this value, because
@@ -53,21 +53,27 @@ pub(crate) struct ContextCell {
 }
 
 impl ContextCell {
-    pub fn new(policy: SharePolicy, config: &PerfCoreConfig, whose: ContextOwner) -> Self {
+    pub fn new(
+        policy: SharePolicy,
+        mux: MuxConfig,
+        clock: Arc<dyn Clock>,
+        tick_timer: Option<Arc<dyn TickTimer>>,
+        whose: ContextOwner,
+    ) -> Self {
         let (vcpu, cpu, record_tid) = match whose {
             ContextOwner::Vm => (None, None, 0),
             ContextOwner::Vcpu(vcpu, tid, record_tid) => (Some((vcpu, tid)), None, record_tid),
             ContextOwner::Thread(vcpu, tid) => (Some((vcpu, tid)), None, tid.cast_unsigned()),
             ContextOwner::Cpu(vcpu, cpu) => (Some((vcpu, -1)), Some(cpu), 0),
         };
-        let context = Context::new(policy, config);
+        let context = Context::new(policy, mux, tick_timer);
         Self {
             to_serve: Arc::clone(&context.to_serve),
             inner: Lock::new(LockRank::Context, context),
             cpu,
             record_tid,
             is_vcpu: matches!(whose, ContextOwner::Vcpu(..)),
-            clock: Arc::clone(&config.clock),
+            clock,
             owner: AtomicU64::new(vcpu.map_or(VM, |(vcpu, tid)| {
                 u64::from(vcpu.0) << 32 | u64::from(tid.cast_unsigned())
             })),

@@ -30,7 +30,7 @@ use crate::model::keys::{EventKey, MuxGroupKey, PoolId, Table};
 use crate::model::lists::{EventList, EventLists};
 use crate::model::slices::Slices;
 use crate::model::software::IDS;
-use crate::model::state::{EventState, PendingTickWork};
+use crate::model::state::{EventState, PendingTickWork, TickTimer};
 use crate::model::times::ContextClock;
 use crate::model::totals::Totals;
 use crate::pmu::{CounterMask, PmuError};
@@ -38,8 +38,6 @@ use crate::record::ReadFormatEntry;
 use crate::schedule::counter_assignments::CounterRequest;
 use crate::schedule::group::{Group, GroupQueue};
 use crate::schedule::{ClassQueue, MuxConfig, SharePolicy, SlotPool, SlotPools};
-use crate::service::config::PerfCoreConfig;
-use crate::time::TickTimer;
 
 /// Statistics of an event context.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -123,11 +121,11 @@ pub(crate) struct Context {
 }
 
 impl Context {
-    pub fn new(policy: SharePolicy, config: &PerfCoreConfig) -> Self {
+    pub fn new(policy: SharePolicy, mux: MuxConfig, tick_timer: Option<Arc<dyn TickTimer>>) -> Self {
         Self {
             policy,
-            mux: config.mux_config(),
-            tick_timer: config.tick_timer.clone(),
+            mux,
+            tick_timer,
             ..Self::default()
         }
     }

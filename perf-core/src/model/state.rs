@@ -26,11 +26,21 @@ pub enum PendingTickWork {
     CheckCounters,
     /// No work at present, but events with a fixed sampling period may be throttled later. The
     /// timer may tick less often, which only delays the first unthrottling. Does not occur with a
-    /// [`TickTimer`](crate::time::TickTimer), because throttling an event requests ticks.
+    /// [`TickTimer`], because throttling an event requests ticks.
     Watch,
     /// Work at each tick: groups rotate or are retried, periods adapt to a frequency, or events are
     /// throttled.
     Work,
+}
+
+/// The VMM's timer, whose expirations call [`crate::PerfCore::tick`].
+pub trait TickTimer: Send + Sync {
+    /// Requests ticks because the core has begun to need them. The timer may stop once
+    /// [`crate::PerfCore::tick_need`] returns [`PendingTickWork::None`].
+    ///
+    /// Called on any thread and in signal handlers, with the lock of a context held. The call must
+    /// not block and must not call the core. Repeated requests are frequent.
+    fn request(&self, need: PendingTickWork);
 }
 
 /// Owner of an event, which determines its priority for slots.

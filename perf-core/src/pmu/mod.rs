@@ -18,7 +18,7 @@ pub mod sched;
 pub mod sim;
 mod spans;
 #[cfg(feature = "host")]
-pub(crate) mod timer;
+mod timer;
 pub mod vmm_pmu;
 
 use std::any::Any;
@@ -28,6 +28,8 @@ use std::sync::Arc;
 use crate::attr::{Attr, EventType};
 
 pub use counters::CounterMask;
+#[cfg(feature = "host")]
+pub use timer::thread_run_time_ns;
 
 /// Number of a vCPU in its VM, starting at 0.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]

@@ -109,8 +109,15 @@ pub(super) fn wall_ns() -> u64 {
     clock_ns(libc::CLOCK_MONOTONIC)
 }
 
+/// Returns the CPU time of the calling thread, in nanoseconds (CLOCK_THREAD_CPUTIME_ID,
+/// `clock_gettime(2)`).
+#[must_use]
+pub fn thread_run_time_ns() -> u64 {
+    clock_ns(libc::CLOCK_THREAD_CPUTIME_ID)
+}
+
 /// Returns the time of clock `id` in nanoseconds, or 0 if the clock does not exist.
-pub(crate) fn clock_ns(id: libc::clockid_t) -> u64 {
+pub(super) fn clock_ns(id: libc::clockid_t) -> u64 {
     let mut ts = libc::timespec {
         tv_sec: 0,
         tv_nsec: 0,

@@ -4,11 +4,12 @@ use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU8, AtomicU64, AtomicUsize,
 use std::sync::{Arc, OnceLock};
 
 use crate::attr::{Attr, EventType, SampleType};
+use crate::model::state::TickTimer;
 use crate::mux::MuxPolicy;
 use crate::ring::PAGE_SIZE;
 use crate::schedule::{MuxConfig, SharePolicy};
 use crate::service::error::PerfEventOpenError;
-use crate::time::{Clock, MonotonicClock, TickTimer};
+use crate::time::{Clock, MonotonicClock};
 
 /// Configuration of a [`crate::PerfCore`].
 #[derive(Clone)]

@@ -105,7 +105,13 @@ impl PerfCore {
     /// [`PerfCore::builder`] for validation.
     #[must_use]
     pub fn new(config: PerfCoreConfig) -> Self {
-        let vm = Arc::new(ContextCell::new(config.share, &config, ContextOwner::Vm));
+        let vm = Arc::new(ContextCell::new(
+            config.share,
+            config.mux_config(),
+            Arc::clone(&config.clock),
+            config.tick_timer.clone(),
+            ContextOwner::Vm,
+        ));
         let now_ns = config.clock.now_ns();
         vm.lock().sched_in(now_ns);
         Self {

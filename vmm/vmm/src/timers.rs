@@ -13,8 +13,7 @@ use std::time::Duration;
 
 use perf_core::mux::MuxPolicy;
 use perf_core::pmu::host::HostPerfCapabilities;
-use perf_core::time::TickTimer;
-use perf_core::{PendingTickWork, PerfCore, error_line};
+use perf_core::{PendingTickWork, PerfCore, TickTimer, error_line};
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 use vmm_sys_util::timerfd::TimerFd;
 
