@@ -2,6 +2,7 @@
 
 mod config;
 mod error;
+mod hardware;
 pub mod host_check;
 pub mod migrate;
 mod pending_setup;
@@ -15,6 +16,7 @@ use std::sync::Arc;
 
 use arc_swap::ArcSwap;
 use kernel_images::packed::CompressedKernelSymbols;
+use kvm_bindings::CpuId;
 use perf_core::pmu::host::HostPerfCapabilities;
 use snapshot::state::SavedVcpuPmu;
 use virtio_devices::device::VirtioDevice;
@@ -22,26 +24,23 @@ use virtio_devices::device::VirtioDevice;
 use crate::boot::{self, LoadedGuest};
 use crate::devices::DeviceBus;
 use crate::devices::cpu_plug::VcpuSet;
-use crate::kvm::chips::IrqchipState;
-use crate::kvm::cpuid;
 use crate::kvm::host::Kvm;
 use crate::kvm::memslot::MemorySlots;
 use crate::kvm::saved_vcpu::VcpuStateLayout;
-use crate::kvm::stepping::BREAKPOINTS;
 use crate::memory::GuestRam;
 use crate::memory::dirty::WriteProtector;
 use crate::numbers::VcpuCountRange;
 use crate::pmu::VmPmu;
-use crate::vcpu::control::{ResetPolicy, VmRunControl, VmStopReason};
+use crate::vcpu::control::{VmRunControl, VmStopReason};
 use crate::vcpu::kicker::Kicker;
-use crate::vcpu::kvm_vcpu::KvmVcpu;
 use crate::vcpu::registry::VcpuRegistry;
-use crate::vcpu::saved::cpuid_leaf;
+use crate::vcpu::saved::cpuid_leaves;
 pub use config::{DebuggerConfig, HaltPolling, ParseHaltPollingError, VmConfig};
 pub use error::VmError;
-use guest_patching::rdpmc::RdpmcMode;
+use guest_patching::uncounted::UncountableEventSet;
+use hardware::VmHardware;
 pub use pending_setup::BackgroundKvmSetup;
-use plan::{VcpuParts, VmPlan, needs_full_kvm};
+use plan::{VcpuParts, VmPlan};
 use restart::{GuestResetHandler, RestartContext};
 use restore::{NewMachine, RestoredMachine, format_name};
 use save::VmSnapshotInputs;
@@ -52,13 +51,10 @@ pub struct Vm {
     on_first_entry: Option<Box<dyn FnOnce() + Send>>,
     start: StartState,
     cpus: VcpuCountRange,
-    bus: Arc<DeviceBus>,
-    pmu: Arc<VmPmu>,
-    control: Arc<VmRunControl>,
     loaded: LoadedGuest,
     slots: MemorySlots,
-    ram: GuestRam,
-    again: Option<RestartContext>,
+    hardware: VmHardware,
+    restart_context: Option<RestartContext>,
     snapshots: Arc<VmSnapshotInputs>,
     /// Present vCPUs of a restored VM, and the saved PMU state of each; `None` if the VM was not
     /// restored.
@@ -110,8 +106,8 @@ impl Vm {
     ///
     /// # Errors
     /// Returns a [`VmError`] with the problem and the remedy in one line.
-    pub fn boot(parts: VmBuildInputs<'_>) -> Result<Self, VmError> {
-        Self::build(parts, None)
+    pub fn boot(inputs: VmBuildInputs<'_>) -> Result<Self, VmError> {
+        Self::build(inputs, None)
     }
 
     /// Builds the machine and restores the guest from a snapshot or from another process. Ignores
@@ -120,137 +116,14 @@ impl Vm {
     ///
     /// # Errors
     /// Returns a [`VmError`] with the problem and the remedy in one line.
-    pub fn restore(parts: VmBuildInputs<'_>, saved: RestoredMachine) -> Result<Self, VmError> {
-        Self::build(parts, Some(saved))
+    pub fn restore(inputs: VmBuildInputs<'_>, saved: RestoredMachine) -> Result<Self, VmError> {
+        Self::build(inputs, Some(saved))
     }
 
-    fn build(parts: VmBuildInputs<'_>, saved: Option<RestoredMachine>) -> Result<Self, VmError> {
-        let VmBuildInputs {
-            mut begun,
-            kvm,
-            config,
-            devices,
-            probe,
-            console,
-        } = parts;
-        let plan = VmPlan::new(kvm, config)?;
-        config.pins.check(config.cpus.max())?;
-        let uncounted = Arc::new(plan.uncounted(probe));
-        let (ram, loaded) = match &saved {
-            Some(saved) => saved.load(config)?,
-            None => {
-                let ram = GuestRam::with_backing(config.memory_bytes, config.memory_kind)?;
-                let loaded = boot::load(&ram, &plan.boot_request(!devices.is_empty()))?;
-                (ram, loaded)
-            }
-        };
-        let breakpoints = plan.breakpoints(&loaded)?;
-        plan.check_kernel(kvm, &loaded)?;
-        if saved.is_none() {
-            plan.hide_uncounted(&uncounted, &loaded, &ram);
-        }
-        // Preallocation takes long, so it follows all checks of the guest.
-        ram.fill()?;
-
-        let fd = plan.take_vm(kvm, &mut begun)?;
-        let slots = ram.register(&fd)?;
-        let (supported, model) = plan.processor(kvm)?;
-        let pmu = plan.make_pmu(kvm, model, probe, &fd, &ram)?;
-        let bus = plan.make_bus(console, &fd)?;
-        if saved.as_ref().is_none_or(|saved| !saved.is_moved()) {
-            boot::write_generation_id(&ram, bus.generation().id())?;
-        }
-        let control = Arc::new(plan.make_control(kvm).map_err(|e| VmError::Os("eventfd", e))?);
-        let bus = Arc::new(VmPlan::add_pci(bus, devices, loaded.pci, &fd, &ram, &control)?);
-        let gate = plan.has_gate(kvm, &loaded, breakpoints.len())?;
-        if saved.is_none() {
-            let withdrawn = plan.withdraw_user_rdpmc(gate, &loaded, &ram);
-            plan.log_user_rdpmc(gate, &loaded, withdrawn);
-        }
-        let parts = VcpuParts {
-            supported,
-            model,
-            gate,
-            pmu: &pmu,
-            loaded: &loaded,
-            saved_tsc_khz: saved.as_ref().map(|saved| saved.state.shape.tsc_khz),
-            shows_steal_time: saved.as_ref().map_or(!plan.stepped, |saved| {
-                let first = saved.state.vcpus.first();
-                first.is_some_and(|vcpu| cpuid::shows_stolen_time(&vcpu.cpuid))
-            }),
-        };
-        let vcpus = (0..config.cpus.max()).map(|id| plan.make_vcpu(kvm, &fd, &parts, id));
-        let vcpus = vcpus.collect::<Result<Vec<KvmVcpu>, VmError>>()?;
-        let factory = plan.vcpu_factory(&fd, model, gate, &loaded, &ram, &bus, &pmu, &control, &uncounted)?;
-        let layout = Arc::new(VcpuStateLayout::of(kvm, &fd)?);
-        let shape = plan.shape(model, gate, &vcpus);
-        if let Some(saved) = &saved {
-            let machine = NewMachine {
-                fd: &fd,
-                layout: &layout,
-                vcpus: &vcpus,
-                bus: &bus,
-                pmu: &pmu,
-                shape: &shape,
-                can_step: factory.bursts.is_some(),
-                is_stepped: plan.stepped,
-            };
-            machine.restore(saved)?;
-            if let Some(running) = factory.rdpmc.as_ref().and_then(|rdpmc| rdpmc.running.as_ref()) {
-                running.restore(&saved.state.kernel);
-            }
-        }
-        let again = match config.on_reset {
-            ResetPolicy::Exit => None,
-            ResetPolicy::Restart => Some(RestartContext {
-                config: config.clone(),
-                uncounted,
-                model,
-                gate,
-                needs_full_kvm: needs_full_kvm(&loaded.kind),
-                chips: IrqchipState::of(&fd)?,
-                fd: fd.clone(),
-            }),
-        };
-        let leaves = |vcpu: &KvmVcpu| vcpu.cpuid().as_slice().iter().map(cpuid_leaf).collect();
-        let cpuid = (0..).zip(vcpus.iter().map(leaves)).collect();
-        let registry = VcpuRegistry::new(vcpus, factory, control.clone(), bus.cpu_plug().cloned());
-        let registry = Arc::new(registry);
-        let snapshots = VmSnapshotInputs {
-            fd,
-            layout,
-            ram: ram.clone(),
-            bus: bus.clone(),
-            pmu: pmu.clone(),
-            registry: registry.clone(),
-            control: control.clone(),
-            shape,
-            kernel: (format_name(&loaded.kind), loaded.kernel.clone()),
-            unsupported: plan.unsupported_in_snapshot(),
-            cpuid,
-            protector: WriteProtector::open().map(Arc::new),
-        };
-        Ok(Self {
-            registry,
-            on_first_entry: None,
-            start: StartState::Running,
-            cpus: config.cpus,
-            bus,
-            pmu,
-            control,
-            loaded,
-            slots,
-            ram,
-            again,
-            snapshots: Arc::new(snapshots),
-            restored: saved.map(RestoredMachine::into_vcpus),
-            // With `--rdpmc hwbp`, the trap at the #GP handler of a kernel that is found later may
-            // need one more breakpoint.
-            free_breakpoints: match config.rdpmc {
-                RdpmcMode::Hwbp => BREAKPOINTS.saturating_sub(breakpoints.len() + usize::from(gate)),
-                _ => BREAKPOINTS,
-            },
-        })
+    /// Builds the machine, which boots a kernel unless it is restored from `saved`.
+    fn build(inputs: VmBuildInputs<'_>, saved: Option<RestoredMachine>) -> Result<Self, VmError> {
+        let kvm = inputs.kvm;
+        PreparedVm::new(inputs, saved.as_ref())?.create_vcpus(kvm, saved)
     }
 
     /// Returns the guest that is loaded into memory.
@@ -260,12 +133,12 @@ impl Vm {
 
     /// Returns the device bus of the VM.
     pub fn bus(&self) -> &Arc<DeviceBus> {
-        &self.bus
+        &self.hardware.bus
     }
 
     /// Returns the run state and stop reason of the VM.
     pub fn control(&self) -> &Arc<VmRunControl> {
-        &self.control
+        &self.hardware.control
     }
 
     /// Sets a function to call directly before the first guest instruction.
@@ -291,12 +164,9 @@ impl Vm {
     /// stopped.
     pub fn start(self) -> Result<RunningVm, VmError> {
         let symbols = Arc::new(ArcSwap::new(self.loaded.symbols.clone()));
-        let restarter = self.again.map(|again| GuestResetHandler {
-            restart_context: again,
-            ram: self.ram.clone(),
-            bus: self.bus.clone(),
-            pmu: self.pmu.clone(),
-            control: self.control.clone(),
+        let restarter = self.restart_context.map(|restart_context| GuestResetHandler {
+            restart_context,
+            hardware: self.hardware.clone(),
             registry: self.registry.clone(),
             symbols: symbols.clone(),
             restarts: 0,
@@ -306,11 +176,8 @@ impl Vm {
             symbols,
             registry: self.registry,
             loaded: self.loaded,
-            control: self.control,
-            bus: self.bus,
-            pmu: self.pmu,
             _slots: self.slots,
-            ram: self.ram,
+            hardware: self.hardware,
             snapshots: self.snapshots,
             free_breakpoints: self.free_breakpoints,
         };
@@ -318,17 +185,139 @@ impl Vm {
             None => running.registry.start(self.cpus.present(), self.on_first_entry)?,
             Some((present, saved)) => {
                 if self.start != StartState::Held
-                    && let Some(pci) = running.bus.pci()
+                    && let Some(pci) = running.hardware.bus.pci()
                 {
                     pci.resume();
                 }
                 // Keep the vCPUs paused until the states of all vCPUs are restored.
-                running.control.set_paused(true);
+                running.hardware.control.set_paused(true);
                 running.registry.start_set(present, saved, self.on_first_entry)?;
-                running.control.set_paused(self.start != StartState::Running);
+                running
+                    .hardware
+                    .control
+                    .set_paused(self.start != StartState::Running);
             }
         }
         Ok(running)
+    }
+}
+
+/// A VM whose guest is loaded into memory, and which has no vCPUs yet.
+struct PreparedVm<'a> {
+    plan: VmPlan<'a>,
+    uncounted: Arc<UncountableEventSet>,
+    loaded: LoadedGuest,
+    /// Number of hardware breakpoints that RDPMC emulation uses.
+    breakpoints: usize,
+    slots: MemorySlots,
+    supported: CpuId,
+    hardware: VmHardware,
+    /// `true` if RDPMC instructions that were not replaced are emulated at the guest's #GP handler.
+    gate: bool,
+}
+
+impl<'a> PreparedVm<'a> {
+    /// Loads or restores the guest's memory, and creates the hardware that the vCPUs share.
+    fn new(mut inputs: VmBuildInputs<'a>, saved: Option<&RestoredMachine>) -> Result<Self, VmError> {
+        let (kvm, config) = (inputs.kvm, inputs.config);
+        let plan = VmPlan::new(kvm, config)?;
+        config.pins.check(config.cpus.max())?;
+        let uncounted = Arc::new(plan.uncounted(inputs.probe));
+        let (ram, loaded) = plan.load_guest(saved, !inputs.devices.is_empty())?;
+        let breakpoints = plan.breakpoints(&loaded)?.len();
+        plan.check_kernel(kvm, &loaded)?;
+        if saved.is_none() {
+            plan.hide_uncounted(&uncounted, &loaded, &ram);
+        }
+        // Preallocation takes long, so it follows all checks of the guest.
+        ram.fill()?;
+
+        let fd = plan.take_vm(kvm, &mut inputs.begun)?;
+        let slots = ram.register(&fd)?;
+        let (supported, model) = plan.processor(kvm)?;
+        let hardware = VmHardware::new(&plan, inputs, fd, ram, model, loaded.pci)?;
+        if saved.is_none_or(|saved| !saved.is_moved()) {
+            boot::write_generation_id(&hardware.ram, hardware.bus.generation().id())?;
+        }
+        let gate = plan.has_gate(kvm, &loaded, breakpoints)?;
+        if saved.is_none() {
+            let withdrawn = plan.withdraw_user_rdpmc(gate, &loaded, &hardware.ram);
+            plan.log_user_rdpmc(gate, &loaded, withdrawn);
+        }
+        Ok(Self {
+            plan,
+            uncounted,
+            loaded,
+            breakpoints,
+            slots,
+            supported,
+            hardware,
+            gate,
+        })
+    }
+
+    /// Creates the vCPUs, and writes the state of `saved` to the machine.
+    fn create_vcpus(self, kvm: &Kvm, saved: Option<RestoredMachine>) -> Result<Vm, VmError> {
+        let Self {
+            plan,
+            loaded,
+            hardware,
+            gate,
+            ..
+        } = self;
+        let parts = VcpuParts {
+            supported: self.supported,
+            gate,
+            hardware: &hardware,
+            loaded: &loaded,
+            saved_tsc_khz: saved.as_ref().map(|saved| saved.state.shape.tsc_khz),
+            shows_steal_time: saved
+                .as_ref()
+                .map_or(!plan.stepped, RestoredMachine::shows_steal_time),
+        };
+        let vcpus = plan.make_vcpus(kvm, &parts)?;
+        let factory = plan.vcpu_factory(&hardware, gate, &loaded, &self.uncounted)?;
+        let layout = Arc::new(VcpuStateLayout::of(kvm, &hardware.fd)?);
+        let shape = plan.shape(hardware.model, gate, &vcpus);
+        if let Some(saved) = &saved {
+            let machine = NewMachine {
+                hardware: &hardware,
+                layout: &layout,
+                vcpus: &vcpus,
+                shape: &shape,
+                factory: &factory,
+                is_stepped: plan.stepped,
+            };
+            machine.restore(saved)?;
+        }
+        let restart_context = plan.restart_context(&hardware, self.uncounted, gate, &loaded)?;
+        let cpuid = vcpus.iter().map(|vcpu| cpuid_leaves(vcpu.cpuid()));
+        let cpuid = (0..).zip(cpuid).collect();
+        let (control, plug) = (hardware.control.clone(), hardware.bus.cpu_plug().cloned());
+        let registry = Arc::new(VcpuRegistry::new(vcpus, factory, control, plug));
+        let snapshots = VmSnapshotInputs {
+            hardware: hardware.clone(),
+            layout,
+            registry: registry.clone(),
+            shape,
+            kernel: (format_name(&loaded.kind), loaded.kernel.clone()),
+            unsupported: plan.unsupported_in_snapshot(),
+            cpuid,
+            protector: WriteProtector::open().map(Arc::new),
+        };
+        Ok(Vm {
+            registry,
+            on_first_entry: None,
+            start: StartState::Running,
+            cpus: plan.config.cpus,
+            loaded,
+            slots: self.slots,
+            hardware,
+            restart_context,
+            snapshots: Arc::new(snapshots),
+            restored: saved.map(RestoredMachine::into_vcpus),
+            free_breakpoints: plan.free_breakpoints(self.breakpoints, gate),
+        })
     }
 }
 
@@ -349,11 +338,8 @@ pub struct RunningVm {
     symbols: Arc<ArcSwap<CompressedKernelSymbols>>,
     registry: Arc<VcpuRegistry>,
     loaded: LoadedGuest,
-    control: Arc<VmRunControl>,
-    bus: Arc<DeviceBus>,
-    pmu: Arc<VmPmu>,
     _slots: MemorySlots,
-    ram: GuestRam,
+    hardware: VmHardware,
     snapshots: Arc<VmSnapshotInputs>,
     free_breakpoints: usize,
 }
@@ -362,32 +348,32 @@ impl RunningVm {
     /// Starts the devices and vCPUs of a VM that [`Vm::start_held`] has prepared. The VM must not
     /// run in another process any more. If `paused` is set, the vCPUs stay paused.
     pub fn take_over(&self, paused: bool) {
-        if let Some(pci) = self.bus.pci() {
+        if let Some(pci) = self.hardware.bus.pci() {
             save::report_claims(pci.claim());
             pci.resume();
         }
-        self.control.set_paused(paused);
+        self.hardware.control.set_paused(paused);
         self.registry.kicker().kick();
     }
 
     /// Returns the run state and stop reason of the VM.
     pub fn control(&self) -> &Arc<VmRunControl> {
-        &self.control
+        &self.hardware.control
     }
 
     /// Returns the device bus of the VM.
     pub fn bus(&self) -> &Arc<DeviceBus> {
-        &self.bus
+        &self.hardware.bus
     }
 
     /// Returns the PMU of the VM, with the perf core that counts for operators and the guest.
     pub fn pmu(&self) -> &Arc<VmPmu> {
-        &self.pmu
+        &self.hardware.pmu
     }
 
     /// Returns the guest's memory.
     pub fn ram(&self) -> &GuestRam {
-        &self.ram
+        &self.hardware.ram
     }
 
     /// Returns the guest that was loaded at the start.
@@ -432,12 +418,12 @@ impl RunningVm {
         if self.kicker().is_empty() {
             return;
         }
-        if self.control.reason().is_none() {
-            self.control.stop(VmStopReason::Operator);
+        if self.hardware.control.reason().is_none() {
+            self.hardware.control.stop(VmStopReason::Operator);
         }
         self.kicker().join();
         // No vCPU uses the devices any more. The device threads finish pending requests and exit.
-        if let Some(pci) = self.bus.pci() {
+        if let Some(pci) = self.hardware.bus.pci() {
             pci.reset();
         }
     }

@@ -7,12 +7,14 @@
 
 mod acpi;
 mod aml;
+mod elf_kernel;
 mod error;
 mod events;
 pub mod layout;
 mod linux;
 mod mptable;
 mod multiboot;
+mod multiboot_kernel;
 mod processors;
 mod pvh;
 mod regs;
@@ -28,6 +30,7 @@ use sandbox::paths;
 use vm_memory::{Bytes, GuestAddress};
 
 pub use acpi::SCI_IRQ;
+use elf_kernel::ElfKernel;
 pub use error::BootError;
 pub(crate) use regs::configure_bsp;
 pub use regs::{BootProcessorState, configure_local_apic};
@@ -36,11 +39,11 @@ use crate::kvm::vcpu_fd::VcpuFd;
 use crate::memory::{EBDA_START, GuestRam, HIGH_RAM_START};
 use crate::numbers::VcpuCountRange;
 use guest_patching::finder::{InstructionBitness, KernelTextRange, RdpmcSite, find};
-use guest_patching::{event_tables, rdpmc, topdown_events, user_rdpmc};
-use kernel_images::elf::{self, CodeBytes, ElfImage, LoadSegment};
+use guest_patching::{event_tables, rdpmc, topdown_events};
+use kernel_images::elf::{self, CodeBytes, LoadSegment};
 use kernel_images::packed::CompressedKernelSymbols;
 use kernel_images::symbols::KernelSymbols;
-use kernel_images::{ImageCorruption, KernelImageError, bzimage, kallsyms};
+use kernel_images::{ImageCorruption, KernelImageError, bzimage};
 
 /// Maximum size of a kernel file in bytes.
 const MAX_KERNEL_FILE_BYTES: u64 = 1 << 30;
@@ -236,7 +239,7 @@ pub fn load(ram: &GuestRam, request: &GuestLoadParams<'_>) -> Result<LoadedGuest
         && let Some(header) = multiboot::find_header(data)
         && (elf::is_elf(data) || header.has_addresses())
     {
-        return load_multiboot(ram, request, &name, data, &header);
+        return multiboot_kernel::load(ram, request, &name, data, &header);
     }
     if elf::is_elf(data) {
         let image = elf::parse(&name, data)?;
@@ -249,7 +252,14 @@ pub fn load(ram: &GuestRam, request: &GuestLoadParams<'_>) -> Result<LoadedGuest
         } else {
             KernelFormat::Vmlinux
         };
-        return load_elf(ram, request, &name, image, kind, by_pvh, None);
+        let kernel = ElfKernel {
+            name: &name,
+            image,
+            kind,
+            by_pvh,
+            bzimage: None,
+        };
+        return kernel.load(ram, request);
     }
     if bzimage::is_bzimage(data) {
         let header = bzimage::setup_header(&name, data)?;
@@ -257,10 +267,14 @@ pub fn load(ram: &GuestRam, request: &GuestLoadParams<'_>) -> Result<LoadedGuest
         if !elf::is_elf(&payload) {
             return Err(KernelImageError::malformed(&name, ImageCorruption::NoElfPayload).into());
         }
-        let image = elf::parse(&name, &payload)?;
-        let kind = KernelFormat::BzImage { compression };
-        let by_pvh = request.protocol == BootProtocol::Pvh;
-        return load_elf(ram, request, &name, image, kind, by_pvh, Some((data, &header)));
+        let kernel = ElfKernel {
+            name: &name,
+            image: elf::parse(&name, &payload)?,
+            kind: KernelFormat::BzImage { compression },
+            by_pvh: request.protocol == BootProtocol::Pvh,
+            bzimage: Some((data, &header)),
+        };
+        return kernel.load(ram, request);
     }
     Err(KernelImageError::NotAKernel {
         name,
@@ -531,232 +545,4 @@ fn trap_rdpmc(
         }
     }
     Ok(sites)
-}
-
-/// Loads an ELF image for the Linux protocol or PVH.
-#[expect(clippy::cast_possible_truncation, reason = "the layout is below 1 MiB")]
-fn load_elf(
-    ram: &GuestRam,
-    request: &GuestLoadParams<'_>,
-    name: &str,
-    image: ElfImage<'_>,
-    kind: KernelFormat,
-    by_pvh: bool,
-    bzimage: Option<(&[u8], &bzimage::SetupHeader)>,
-) -> Result<LoadedGuest, BootError> {
-    const EM_386: u16 = 3;
-    const EM_X86_64: u16 = 62;
-    let linux = kind.is_linux();
-    let fits = match image.machine {
-        EM_X86_64 => image.is_64,
-        EM_386 => !linux,
-        _ => false,
-    };
-    if !fits {
-        return Err(KernelImageError::NotAKernel {
-            name: name.into(),
-            found: "it is an ELF image for another processor, or a 32-bit one without a multiboot header",
-        }
-        .into());
-    }
-    let (initrd_max, cmdline_max) = match bzimage {
-        Some((_, h)) => (
-            h.initrd_addr_max,
-            (h.cmdline_bytes as usize).min(layout::CMDLINE_MAX_BYTES),
-        ),
-        None => (linux::DEFAULT_INITRD_MAX, linux::DEFAULT_CMDLINE_BYTES),
-    };
-    check_cmdline(request.cmdline, cmdline_max)?;
-    let kernel = load_segments(ram, name, &image.segments, false)?;
-    let pvh_entry = by_pvh.then(|| pvh_entry(name, &image)).transpose()?;
-    let initrd = request
-        .initrd
-        .map(|path| {
-            let limit = ram.low_end().min(u64::from(initrd_max) + 1);
-            load_initrd(ram, path, kernel.end..limit, false)
-        })
-        .transpose()?;
-    let pci = linux || request.pci;
-    write_firmware_tables(ram, request.cpus, pci)?;
-    let entry = match pvh_entry {
-        Some(eip) => {
-            pvh::write_start_info(ram, request.cmdline, initrd.as_ref())?;
-            BootProcessorState::Protected32 {
-                eip,
-                eax: 0,
-                ebx: layout::PVH_START_INFO as u32,
-            }
-        }
-        None => {
-            linux::write_boot_params(ram, request.cmdline, initrd.as_ref(), bzimage)?;
-            BootProcessorState::Long64 {
-                rip: entry_point(name, image.entry, &image.segments)?,
-                rsi: layout::ZERO_PAGE,
-                cr3: layout::PML4,
-            }
-        }
-    };
-    regs::write_tables(ram, &entry)?;
-    let symbols = if image.symbols.is_empty() && linux {
-        // A stripped image, such as the payload of a bzImage, still contains kallsyms.
-        let loaded = image.segments.iter();
-        loaded
-            .filter_map(|segment| kallsyms::find(segment.data).ok())
-            .next()
-            .unwrap_or_default()
-    } else {
-        image.symbols
-    };
-    let rdpmc_sites = trap_rdpmc(
-        ram,
-        request,
-        &image.code,
-        &symbols,
-        &image.orc_ips,
-        if linux {
-            InstructionBitness::Only64
-        } else {
-            InstructionBitness::Either
-        },
-    )?;
-    let in_linux = linux.then_some(&image.segments[..]);
-    Ok(LoadedGuest {
-        kind,
-        entry,
-        kernel,
-        initrd,
-        pci,
-        text: text_ranges(&image.code),
-        symbols: Arc::new(CompressedKernelSymbols::new(&symbols)),
-        rdpmc_sites,
-        event_tables: in_linux.map(event_tables::find).unwrap_or_default(),
-        topdown: in_linux.map(topdown_events::find).unwrap_or_default(),
-        user_rdpmc: in_linux.and_then(|_| user_rdpmc::find(&image.code, &symbols)),
-    })
-}
-
-/// Returns the guest-physical PVH entry point of `image`, as given by an ELF note.
-fn pvh_entry(name: &str, image: &ElfImage<'_>) -> Result<u32, BootError> {
-    let Some(eip) = image.pvh_entry else {
-        return Err(BootError::NoPvhEntry { name: name.into() });
-    };
-    let inside = |s: &LoadSegment<'_>| u64::from(eip).wrapping_sub(s.phys) < s.mem_bytes;
-    if image.segments.iter().any(inside) {
-        return Ok(eip);
-    }
-    Err(BootError::EntryOutside {
-        name: name.into(),
-        entry: eip.into(),
-    })
-}
-
-/// Returns the executable code in `segment`, a segment that the multiboot address fields describe:
-/// the code that the ELF headers list, or the whole segment unless all of this code lies in it.
-fn code_of_segment<'a>(segment: &LoadSegment<'a>, elf: Option<&ElfImage<'a>>) -> Vec<CodeBytes<'a>> {
-    let same_bytes = |code: &CodeBytes<'a>| {
-        let at = code
-            .phys
-            .checked_sub(segment.phys)
-            .and_then(|o| usize::try_from(o).ok());
-        at.and_then(|o| segment.data.get(o..o.checked_add(code.bytes.len())?))
-            .is_some_and(|loaded| loaded.as_ptr() == code.bytes.as_ptr())
-    };
-    match elf {
-        Some(image) if !image.code.is_empty() && image.code.iter().all(same_bytes) => image.code.clone(),
-        _ => vec![CodeBytes {
-            virt: segment.virt,
-            phys: segment.phys,
-            bytes: segment.data,
-        }],
-    }
-}
-
-#[expect(clippy::cast_possible_truncation, reason = "the layout puts it below 4 GiB")]
-fn load_multiboot(
-    ram: &GuestRam,
-    request: &GuestLoadParams<'_>,
-    name: &str,
-    data: &[u8],
-    header: &multiboot::MultibootHeader,
-) -> Result<LoadedGuest, BootError> {
-    multiboot::check_flags(name, header)?;
-    if multiboot::is_grub_core(data) {
-        return Err(KernelImageError::NotAKernel {
-            name: name.into(),
-            found: "it is GRUB's core image, which needs a BIOS, and this machine has none (pass the kernel that \
-                    it would load)",
-        }.into());
-    }
-    let cmdline = multiboot::command_line(request.kernel.program_name().as_deref(), request.cmdline);
-    check_cmdline(&cmdline, multiboot::CMDLINE_MAX_BYTES)?;
-    let elf = if elf::is_elf(data) {
-        Some(elf::parse(name, data))
-    } else {
-        None
-    };
-    // The address fields take precedence over the ELF headers (3.1.2). Symbols are read in both
-    // cases.
-    let (segments, entry, code) = if header.has_addresses() {
-        let (segment, entry) = multiboot::address_fields(name, data, header)?;
-        let code = code_of_segment(&segment, elf.as_ref().and_then(|e| e.as_ref().ok()));
-        (vec![segment], u64::from(entry), code)
-    } else {
-        match &elf {
-            Some(Ok(image)) => (image.segments.clone(), image.entry, image.code.clone()),
-            _ => match elf {
-                Some(Err(e)) => return Err(e.into()),
-                _ => return Err(KernelImageError::NoSegments { name: name.into() }.into()),
-            },
-        }
-    };
-    let symbols = match elf {
-        Some(Ok(image)) => image.symbols,
-        _ => KernelSymbols::default(),
-    };
-    let kernel = load_segments(ram, name, &segments, true)?;
-    let places = multiboot::places(name, &segments)?;
-    let eip = entry_point(name, entry, &segments)?;
-    let eip = u32::try_from(eip).map_err(|_| BootError::EntryOutside {
-        name: name.into(),
-        entry,
-    })?;
-    let initrd = request
-        .initrd
-        .map(|path| {
-            let room = kernel.end.max(HIGH_RAM_START)..ram.low_end();
-            load_initrd(ram, path, room, true)
-        })
-        .transpose()?;
-    write_firmware_tables(ram, request.cpus, request.pci)?;
-    let module_name = request
-        .initrd
-        .and_then(|p| p.file_name())
-        .map(|n| n.to_string_lossy().into_owned())
-        .unwrap_or_default();
-    multiboot::write_info(
-        ram,
-        places,
-        &cmdline,
-        initrd.as_ref().map(|r| (r, module_name.as_str())),
-    )?;
-    let entry = BootProcessorState::Protected32 {
-        eip,
-        eax: multiboot::ENTRY_MAGIC,
-        ebx: places.info as u32,
-    };
-    regs::write_tables(ram, &entry)?;
-    let rdpmc_sites = trap_rdpmc(ram, request, &code, &symbols, &[], InstructionBitness::Either)?;
-    Ok(LoadedGuest {
-        kind: KernelFormat::Multiboot,
-        entry,
-        kernel,
-        initrd,
-        pci: request.pci,
-        text: text_ranges(&code),
-        symbols: Arc::new(CompressedKernelSymbols::new(&symbols)),
-        rdpmc_sites,
-        event_tables: Vec::new(),
-        topdown: Vec::new(),
-        user_rdpmc: None,
-    })
 }

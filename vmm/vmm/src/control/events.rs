@@ -66,58 +66,12 @@ pub(super) fn operator_event(
     if m.precise > 0 || m.precise_max {
         return Err(UnsupportedEventError::Precise);
     }
-    let (ty, config, config1, config2, backing, nanoseconds) = match &spec.kind {
-        PerfEventKind::Hardware(event) => {
-            let way = pmu.generic_source(*event as u64).ok_or_else(|| {
-                if pmu.has_hardware() {
-                    UnsupportedEventError::NotOnHost(spec.name.clone())
-                } else {
-                    UnsupportedEventError::NoPmu
-                }
-            })?;
-            if way.ty == EventType::VMM_PMU && !m.exclude_user() && !pmu.can_step_user_code() {
-                let name = spec.name.split(':').next().unwrap_or_default();
-                return Err(UnsupportedEventError::UserNotStepped(name.to_owned()));
-            }
-            (way.ty, way.config, 0, 0, way.backing.name(), false)
-        }
-        PerfEventKind::Cache(config) if pmu.has_hardware() => {
-            (EventType::HW_CACHE, *config, 0, 0, "hardware", false)
-        }
-        PerfEventKind::Raw {
-            config,
-            config1,
-            config2,
-        } if pmu.has_hardware() => (EventType::RAW, *config, *config1, *config2, "hardware", false),
-        PerfEventKind::Cache(_) | PerfEventKind::Raw { .. } => {
-            return Err(UnsupportedEventError::NoPmu);
-        }
-        PerfEventKind::Software(event) => {
-            let time = matches!(event, SoftwareEvent::CpuClock | SoftwareEvent::TaskClock);
-            (EventType::SOFTWARE, *event as u64, 0, 0, "software", time)
-        }
-        PerfEventKind::Kvm(name) => {
-            let config = pmu
-                .statistic(name)
-                .ok_or_else(|| UnsupportedEventError::NoStatistic(name.clone()))?;
-            (EventType::KVM, config, 0, 0, "kvm-stat", false)
-        }
-        PerfEventKind::Paravirtual(name) => {
-            let event = ParavirtualEvent::ALL.into_iter().find(|e| e.name() == *name);
-            let way = event.and_then(|event| pmu.paravirtual_source(event));
-            let way = way.ok_or_else(|| UnsupportedEventError::NoParavirtual((*name).to_owned()))?;
-            let backing = match way.ty {
-                EventType::VMM_PMU => "vmm",
-                _ => way.backing.name(),
-            };
-            (way.ty, way.config, 0, 0, backing, name.ends_with("-ns"))
-        }
-    };
+    let source = event_source(pmu, spec)?;
     let attr = Attr {
-        ty,
-        config,
-        config1,
-        config2,
+        ty: source.ty,
+        config: source.config,
+        config1: source.config1,
+        config2: source.config2,
         disabled: true,
         pinned: m.pinned,
         exclusive: m.exclusive,
@@ -126,14 +80,102 @@ pub(super) fn operator_event(
         exclude_idle: m.exclude_idle,
         // Software events of the host (page faults, context switches) occur on the host; all
         // other events count the guest.
-        exclude_host: ty != EventType::SOFTWARE,
+        exclude_host: source.ty != EventType::SOFTWARE,
         ..Attr::default()
     };
     Ok(OperatorEvent {
         estimate: ClockPmu::is_estimate(&attr),
         attr,
-        backing,
-        nanoseconds,
+        backing: source.backing,
+        nanoseconds: source.nanoseconds,
+    })
+}
+
+/// A perf-core event that counts an operator's event.
+struct EventSource {
+    ty: EventType,
+    config: u64,
+    config1: u64,
+    config2: u64,
+    backing: &'static str,
+    nanoseconds: bool,
+}
+
+impl EventSource {
+    fn new(ty: EventType, config: u64, backing: &'static str) -> Self {
+        Self {
+            ty,
+            config,
+            config1: 0,
+            config2: 0,
+            backing,
+            nanoseconds: false,
+        }
+    }
+}
+
+/// Returns the perf-core event that counts `spec` on this host.
+fn event_source(pmu: &VmPmu, spec: &EventListEntry) -> Result<EventSource, UnsupportedEventError> {
+    match &spec.kind {
+        PerfEventKind::Hardware(event) => hardware_event_source(pmu, spec, *event as u64),
+        PerfEventKind::Cache(_) | PerfEventKind::Raw { .. } if !pmu.has_hardware() => {
+            Err(UnsupportedEventError::NoPmu)
+        }
+        PerfEventKind::Cache(config) => Ok(EventSource::new(EventType::HW_CACHE, *config, "hardware")),
+        PerfEventKind::Raw {
+            config,
+            config1,
+            config2,
+        } => Ok(EventSource {
+            config1: *config1,
+            config2: *config2,
+            ..EventSource::new(EventType::RAW, *config, "hardware")
+        }),
+        PerfEventKind::Software(event) => Ok(EventSource {
+            nanoseconds: matches!(event, SoftwareEvent::CpuClock | SoftwareEvent::TaskClock),
+            ..EventSource::new(EventType::SOFTWARE, *event as u64, "software")
+        }),
+        PerfEventKind::Kvm(name) => match pmu.statistic(name) {
+            Some(config) => Ok(EventSource::new(EventType::KVM, config, "kvm-stat")),
+            None => Err(UnsupportedEventError::NoStatistic(name.clone())),
+        },
+        PerfEventKind::Paravirtual(name) => paravirtual_event_source(pmu, name),
+    }
+}
+
+/// Returns the perf-core event that counts the generic hardware event `number`.
+fn hardware_event_source(
+    pmu: &VmPmu,
+    spec: &EventListEntry,
+    number: u64,
+) -> Result<EventSource, UnsupportedEventError> {
+    let source = pmu.generic_source(number).ok_or_else(|| {
+        if pmu.has_hardware() {
+            UnsupportedEventError::NotOnHost(spec.name.clone())
+        } else {
+            UnsupportedEventError::NoPmu
+        }
+    })?;
+    if source.ty == EventType::VMM_PMU && !spec.modifiers.exclude_user() && !pmu.can_step_user_code() {
+        let name = spec.name.split(':').next().unwrap_or_default();
+        return Err(UnsupportedEventError::UserNotStepped(name.to_owned()));
+    }
+    Ok(EventSource::new(source.ty, source.config, source.backing.name()))
+}
+
+/// Returns the perf-core event that counts the paravirtual event `name`.
+fn paravirtual_event_source(pmu: &VmPmu, name: &str) -> Result<EventSource, UnsupportedEventError> {
+    let event = ParavirtualEvent::ALL.into_iter().find(|e| e.name() == name);
+    let source = event
+        .and_then(|event| pmu.paravirtual_source(event))
+        .ok_or_else(|| UnsupportedEventError::NoParavirtual(name.to_owned()))?;
+    let backing = match source.ty {
+        EventType::VMM_PMU => "vmm",
+        _ => source.backing.name(),
+    };
+    Ok(EventSource {
+        nanoseconds: name.ends_with("-ns"),
+        ..EventSource::new(source.ty, source.config, backing)
     })
 }
 

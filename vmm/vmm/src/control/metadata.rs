@@ -5,6 +5,7 @@ use std::sync::Arc;
 use control_api::protocol::{RequestError, RequestErrorKind};
 use mmds::service::MetadataService;
 use mmds::store::MetadataStoreError;
+use serde_json::Value;
 
 use super::session::fail;
 
@@ -19,8 +20,18 @@ pub(super) fn service(metadata: &Option<Arc<MetadataService>>) -> Result<&Metada
     }
 }
 
+/// Replaces the metadata with `data`.
+pub(super) fn put(metadata: &Option<Arc<MetadataService>>, data: Value) -> Result<(), RequestError> {
+    service(metadata)?.put(data).map_err(refusal)
+}
+
+/// Merges `data` into the metadata.
+pub(super) fn patch(metadata: &Option<Arc<MetadataService>>, data: Value) -> Result<(), RequestError> {
+    service(metadata)?.patch(data).map_err(refusal)
+}
+
 /// Converts the error of a rejected change of the metadata to the error that the client receives.
-pub(super) fn refusal(error: MetadataStoreError) -> RequestError {
+fn refusal(error: MetadataStoreError) -> RequestError {
     RequestError {
         kind: match error {
             MetadataStoreError::TooLarge => RequestErrorKind::Limit,

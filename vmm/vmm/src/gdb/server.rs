@@ -207,17 +207,21 @@ impl GdbServerLoop {
         }
     }
 
-    /// Serves one client until it disconnects.
-    fn session(&mut self, stream: UnixStream) -> Result<DisconnectReason, SessionError> {
+    /// Attaches the debugger to the machine. Returns the connection to the client for reading, and
+    /// for writing.
+    fn attach(&mut self, stream: UnixStream) -> Result<(UnixStream, Client), SessionError> {
         stream.set_nonblocking(false)?;
         stream.set_write_timeout(Some(WRITE_TIMEOUT))?;
         let reader = stream.try_clone()?;
         *lock(&self.client) = Some(stream.try_clone()?);
         self.machine.attach()?;
-        let client = Client {
-            stream,
-            out: Vec::with_capacity(READ_BYTES),
-        };
+        let out = Vec::with_capacity(READ_BYTES);
+        Ok((reader, Client { stream, out }))
+    }
+
+    /// Serves one client until it disconnects.
+    fn session(&mut self, stream: UnixStream) -> Result<DisconnectReason, SessionError> {
+        let (reader, client) = self.attach(stream)?;
         let protocol = |error: &dyn std::fmt::Display| SessionError::Protocol(error.to_string());
         let mut stub = GdbStub::new(client)
             .run_state_machine(&mut self.machine)

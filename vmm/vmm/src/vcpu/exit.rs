@@ -77,6 +77,31 @@ impl ExitHandler<'_> {
         ExitAction::Continue
     }
 
+    /// Handles an exit other than a triple fault. `io_width` is the operand size of a port access.
+    fn handle(&mut self, exit: VcpuExit<'_>, io_width: usize) -> ExitAction {
+        match exit {
+            VcpuExit::X86Rdmsr(msr) => self.read_msr(msr),
+            VcpuExit::X86Wrmsr(msr) => self.write_msr(msr),
+            VcpuExit::IoOut(TRAP_PORT, &[byte]) if self.has_trap_port() => ExitAction::TrapPort(byte),
+            VcpuExit::IoOut(port, data) => self.port_write(port, io_width, data),
+            VcpuExit::IoIn(port, data) => self.port_read(port, io_width, data),
+            VcpuExit::MmioRead(address, data) => self.memory_read(address, data),
+            VcpuExit::MmioWrite(address, data) => self.memory_write(address, data),
+            VcpuExit::Debug(stop) => {
+                self.stats.debug.inc();
+                ExitAction::Debug(stop)
+            }
+            VcpuExit::Intr => ExitAction::Continue,
+            VcpuExit::Hlt => {
+                self.stats.hlt.inc();
+                ExitAction::Continue
+            }
+            VcpuExit::InternalError => ExitAction::EmulationFailed,
+            VcpuExit::SystemEvent(kind, _) => ExitAction::Stop(system_event(kind)),
+            exit => ExitAction::Fail(VcpuFailure::Unserved(format!("{exit:?}"))),
+        }
+    }
+
     /// Handles WRMSR for a trapped register.
     fn write_msr(&mut self, msr: WriteMsrExit<'_>) -> ExitAction {
         self.stats.wrmsr.inc();
@@ -169,7 +194,7 @@ impl Running {
         }
         let stats = self.slot.stats();
         stats.exits.inc();
-        let mut served = ExitHandler {
+        let mut handler = ExitHandler {
             pmu: self.pmu.as_mut(),
             debug_control: self.debug_control.as_ref(),
             rdpmc: self.rdpmc.as_mut(),
@@ -179,29 +204,11 @@ impl Running {
             completed: &mut self.completed,
         };
         match why {
-            Ok(VcpuExit::X86Rdmsr(msr)) => served.read_msr(msr),
-            Ok(VcpuExit::X86Wrmsr(msr)) => served.write_msr(msr),
-            Ok(VcpuExit::IoOut(TRAP_PORT, &[byte])) if served.has_trap_port() => ExitAction::TrapPort(byte),
-            Ok(VcpuExit::IoOut(port, data)) => served.port_write(port, io_width, data),
-            Ok(VcpuExit::IoIn(port, data)) => served.port_read(port, io_width, data),
-            Ok(VcpuExit::MmioRead(address, data)) => served.memory_read(address, data),
-            Ok(VcpuExit::MmioWrite(address, data)) => served.memory_write(address, data),
-            Ok(VcpuExit::Debug(stop)) => {
-                stats.debug.inc();
-                ExitAction::Debug(stop)
-            }
-            Ok(VcpuExit::Intr) => ExitAction::Continue,
-            Ok(VcpuExit::Hlt) => {
-                stats.hlt.inc();
-                ExitAction::Continue
-            }
             Ok(VcpuExit::Shutdown) => {
                 self.report_triple_fault();
                 ExitAction::Stop(VmStopReason::TripleFault)
             }
-            Ok(VcpuExit::InternalError) => ExitAction::EmulationFailed,
-            Ok(VcpuExit::SystemEvent(kind, _)) => ExitAction::Stop(system_event(kind)),
-            Ok(exit) => ExitAction::Fail(VcpuFailure::Unserved(format!("{exit:?}"))),
+            Ok(exit) => handler.handle(exit, io_width),
             Err(e) if e.errno() == libc::EINTR => {
                 if !kick::is_overflow_pending() {
                     stats.interrupted.inc();

@@ -130,8 +130,7 @@ impl Running {
                 stepper.unfinished_repeat(&state.cpu())
             }
         };
-        let leaves = self.parts.cpuid().as_slice().iter();
-        saved.cpuid = leaves.map(cpuid_leaf).collect();
+        saved.cpuid = cpuid_leaves(self.parts.cpuid());
         let (nmi_sent, nmi_repetitions) = self.sent_nmi.saved();
         saved.pmu = SavedVcpuPmu {
             registers: Base64Bytes(
@@ -153,17 +152,20 @@ impl Running {
     }
 }
 
-/// Converts a CPUID leaf to its saved form.
-pub(crate) fn cpuid_leaf(leaf: &kvm_bindings::kvm_cpuid_entry2) -> [u32; 7] {
-    [
-        leaf.function,
-        leaf.index,
-        leaf.flags,
-        leaf.eax,
-        leaf.ebx,
-        leaf.ecx,
-        leaf.edx,
-    ]
+/// Converts a CPUID table to its saved form.
+pub(crate) fn cpuid_leaves(table: &kvm_bindings::CpuId) -> Vec<[u32; 7]> {
+    let saved_leaf = |leaf: &kvm_bindings::kvm_cpuid_entry2| {
+        [
+            leaf.function,
+            leaf.index,
+            leaf.flags,
+            leaf.eax,
+            leaf.ebx,
+            leaf.ecx,
+            leaf.edx,
+        ]
+    };
+    table.as_slice().iter().map(saved_leaf).collect()
 }
 
 impl Vcpu {

@@ -75,7 +75,7 @@ impl OutgoingMigration {
         options: BTreeMap<String, String>,
     ) -> Result<Self, SnapshotError> {
         source.check_supported()?;
-        let dirty = DirtyPages::observe(&source.ram, source.protector.as_ref());
+        let dirty = DirtyPages::observe(&source.hardware.ram, source.protector.as_ref());
         if dirty.reads_all() {
             log::warn!(
                 "this host's kernel cannot tell which memory the guest writes (Linux 6.7 can); all of it is read in each round"
@@ -97,12 +97,17 @@ impl OutgoingMigration {
     pub fn machine(&self) -> Result<Vec<u8>, SnapshotError> {
         let source = &self.source;
         let cpuid = source.cpuid.iter();
-        let devices = source.bus.pci().map(|pci| pci.save()).unwrap_or_default();
+        let devices = source
+            .hardware
+            .bus
+            .pci()
+            .map(|pci| pci.save())
+            .unwrap_or_default();
         Ok(encode(&SavedMachine {
             saved_by: env!("CARGO_PKG_VERSION").to_owned(),
             options: self.options.clone(),
             shape: source.shape.clone(),
-            filter: saved_filter(&source.pmu.filter()),
+            filter: saved_filter(&source.hardware.pmu.filter()),
             kernel: SavedGuestKernel {
                 format: source.kernel.0.to_owned(),
                 ..SavedGuestKernel::default()
@@ -124,7 +129,7 @@ impl OutgoingMigration {
                 })
                 .collect(),
             memory: SavedMemoryFile {
-                bytes: source.ram.size_bytes(),
+                bytes: source.hardware.ram.size_bytes(),
                 crcs: Vec::new(),
                 base: None,
             },
@@ -135,7 +140,7 @@ impl OutgoingMigration {
     /// Returns the size of guest memory in bytes.
     #[must_use]
     pub fn memory_bytes(&self) -> u64 {
-        self.source.ram.size_bytes()
+        self.source.hardware.ram.size_bytes()
     }
 
     /// Returns the next piece of a round, which begins at `offset`. `is_paused` states whether the
@@ -171,7 +176,7 @@ impl OutgoingMigration {
     /// were read.
     fn read_chunk(&mut self, offset: u64, piece: &mut DirtyMemoryChunk) -> Result<u64, SnapshotError> {
         let dirty = self.dirty.take(offset)?;
-        let ram = &self.source.ram;
+        let ram = &self.source.hardware.ram;
         let mut read = if self.dirty.reads_all() { CHUNK_BYTES } else { 0 };
         for range in dirty.ranges {
             let start = piece.data.len();

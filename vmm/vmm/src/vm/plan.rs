@@ -22,11 +22,14 @@ use vpmu::{CounterBackingPolicy, HostPmuProperties, PmuGeneration, PmuModel};
 
 use super::config::VmConfig;
 use super::error::VmError;
+use super::hardware::VmHardware;
 use super::pending_setup::BackgroundKvmSetup;
-use super::restore::is_same_tsc;
+use super::restart::RestartContext;
+use super::restore::{RestoredMachine, is_same_tsc};
 use crate::boot::{self, BootError, GuestLoadParams, KernelFormat, LoadedGuest, layout};
 use crate::devices::{DeviceBus, ports};
 use crate::kvm::call::KvmIoctlError;
+use crate::kvm::chips::IrqchipState;
 use crate::kvm::cpuid::{self, GuestCpuidConfig};
 use crate::kvm::execution;
 use crate::kvm::host::Kvm;
@@ -68,9 +71,8 @@ pub(super) struct VmPlan<'a> {
 /// Inputs with which the vCPUs of a VM are created in KVM.
 pub(super) struct VcpuParts<'a> {
     pub(super) supported: CpuId,
-    pub(super) model: PmuModel,
     pub(super) gate: bool,
-    pub(super) pmu: &'a VmPmu,
+    pub(super) hardware: &'a VmHardware,
     pub(super) loaded: &'a LoadedGuest,
     /// TSC frequency in kHz of the machine from which a VM is restored; `None` if the VM is not
     /// restored.
@@ -104,22 +106,14 @@ impl<'a> VmPlan<'a> {
     }
 
     /// Returns the factory that creates the vCPUs of the loaded guest.
-    #[expect(
-        clippy::too_many_arguments,
-        reason = "all of the machine's parts come together here"
-    )]
     pub(super) fn vcpu_factory(
         &self,
-        fd: &Arc<VmFd>,
-        model: PmuModel,
+        hardware: &VmHardware,
         gate: bool,
         loaded: &LoadedGuest,
-        ram: &GuestRam,
-        bus: &Arc<DeviceBus>,
-        pmu: &Arc<VmPmu>,
-        control: &Arc<VmRunControl>,
         uncounted: &Arc<UncountableEventSet>,
     ) -> Result<VcpuFactory, VmError> {
+        let VmHardware { fd, model, pmu, .. } = hardware;
         let breakpoints = self.breakpoints(loaded)?;
         let gate = gate && breakpoints.len() < BREAKPOINTS;
         let stepping = StepperConfig {
@@ -131,13 +125,13 @@ impl<'a> VmPlan<'a> {
         };
         Ok(VcpuFactory {
             vm: fd.clone(),
-            bus: bus.clone(),
+            bus: hardware.bus.clone(),
             pmu: pmu.clone(),
-            control: control.clone(),
-            memory: ram.memory().clone(),
+            control: hardware.control.clone(),
+            memory: hardware.ram.memory().clone(),
             breakpoints,
-            debug_control: (model.debug_control_bits() != 0).then_some(model),
-            rdpmc: self.rdpmc_parts(loaded, ram, gate, uncounted),
+            debug_control: (model.debug_control_bits() != 0).then_some(*model),
+            rdpmc: self.rdpmc_parts(loaded, &hardware.ram, gate, uncounted),
             stepper: self.stepped.then(|| stepping.clone()),
             bursts: pmu
                 .check_branches(BranchFilter::KERNEL)
@@ -177,6 +171,22 @@ impl<'a> VmPlan<'a> {
         }
     }
 
+    /// Loads the guest's kernel into new guest RAM, or restores both from `saved`. If `has_devices`
+    /// is set, the machine has a PCI bus.
+    pub(super) fn load_guest(
+        &self,
+        saved: Option<&RestoredMachine>,
+        has_devices: bool,
+    ) -> Result<(GuestRam, LoadedGuest), VmError> {
+        let config = self.config;
+        if let Some(saved) = saved {
+            return saved.load(config);
+        }
+        let ram = GuestRam::with_backing(config.memory_bytes, config.memory_kind)?;
+        let loaded = boot::load(&ram, &self.boot_request(has_devices))?;
+        Ok((ram, loaded))
+    }
+
     /// Returns the linear addresses of the RDPMC instructions that are emulated with hardware
     /// breakpoints.
     pub(super) fn breakpoints(&self, loaded: &LoadedGuest) -> Result<Vec<u64>, HardwareBreakpointError> {
@@ -184,6 +194,37 @@ impl<'a> VmPlan<'a> {
             hwbp::addresses(&loaded.rdpmc_sites, self.config.pmu.stepping.breakpoints)
         } else {
             Ok(Vec::new())
+        }
+    }
+
+    /// Returns the inputs for restarting the VM after a reset, or `None` if a reset stops it. The
+    /// interrupt controllers must be in their initial state.
+    pub(super) fn restart_context(
+        &self,
+        hardware: &VmHardware,
+        uncounted: Arc<UncountableEventSet>,
+        gate: bool,
+        loaded: &LoadedGuest,
+    ) -> Result<Option<RestartContext>, VmError> {
+        if self.config.on_reset == ResetPolicy::Exit {
+            return Ok(None);
+        }
+        Ok(Some(RestartContext {
+            config: self.config.clone(),
+            uncounted,
+            gate,
+            needs_full_kvm: needs_full_kvm(&loaded.kind),
+            chips: IrqchipState::of(&hardware.fd)?,
+        }))
+    }
+
+    /// Returns the number of hardware breakpoints that are left for a debugger if RDPMC emulation
+    /// uses `breakpoints` of them.
+    pub(super) fn free_breakpoints(&self, breakpoints: usize, gate: bool) -> usize {
+        match self.config.rdpmc {
+            // The trap at the #GP handler of a kernel that is found later may need one more.
+            RdpmcMode::Hwbp => BREAKPOINTS.saturating_sub(breakpoints + usize::from(gate)),
+            _ => BREAKPOINTS,
         }
     }
 
@@ -442,27 +483,28 @@ impl<'a> VmPlan<'a> {
         }
     }
 
+    /// Creates all vCPUs that the VM may have in KVM, and configures them.
+    pub(super) fn make_vcpus(&self, kvm: &Kvm, parts: &VcpuParts<'_>) -> Result<Vec<KvmVcpu>, VmError> {
+        let ids = 0..self.config.cpus.max();
+        ids.map(|id| self.make_vcpu(kvm, parts, id)).collect()
+    }
+
     /// Creates vCPU `id` in KVM and configures it.
-    pub(super) fn make_vcpu(
-        &self,
-        kvm: &Kvm,
-        fd: &VmFd,
-        parts: &VcpuParts<'_>,
-        id: u8,
-    ) -> Result<KvmVcpu, VmError> {
+    fn make_vcpu(&self, kvm: &Kvm, parts: &VcpuParts<'_>, id: u8) -> Result<KvmVcpu, VmError> {
         let config = self.config;
+        let VmHardware { fd, model, pmu, .. } = parts.hardware;
         let vcpu = fd
             .create_vcpu(id)
             .map_err(|e| vcpu_error(e, config.own_pmu.as_ref()))?;
         let host_khz = vcpu.get_tsc_khz()?;
         let saved_khz = parts.saved_tsc_khz.filter(|saved| is_same_tsc(*saved, host_khz));
         let tsc_khz = saved_khz.unwrap_or(host_khz);
-        let cpu = self.guest_cpuid(&parts.model, fd, tsc_khz, parts.gate, parts.shows_steal_time);
+        let cpu = self.guest_cpuid(model, fd, tsc_khz, parts.gate, parts.shows_steal_time);
         let table = cpuid::for_vcpu(&parts.supported, cpu, id)?;
         vcpu.set_cpuid2(&table)?;
         if config.own_pmu.is_some() {
             vpmu_probe::set_capabilities(kvm, &vcpu, &config.pmu.model)?;
-        } else if parts.model.intel_version() > 0 && !misc_enable::announce_pmu(&vcpu)? {
+        } else if model.intel_version() > 0 && !misc_enable::announce_pmu(&vcpu)? {
             log::info!(
                 "this host's KVM does not allow setting IA32_MISC_ENABLE; bit 7 does not \
                  show the PMU"
@@ -473,7 +515,7 @@ impl<'a> VmPlan<'a> {
             parts.loaded.configure_bsp(&vcpu)?;
         }
         if let Some(stats) = statistics(&vcpu) {
-            parts.pmu.add_statistics(id, stats);
+            pmu.add_statistics(id, stats);
         }
         let restarts = config.on_reset == ResetPolicy::Restart;
         let first = if restarts || config.cpus.can_change() && id > 0 {

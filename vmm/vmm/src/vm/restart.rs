@@ -11,18 +11,14 @@ use arc_swap::ArcSwap;
 use kernel_images::packed::CompressedKernelSymbols;
 use perf_core::error_line;
 use vmm_sys_util::eventfd::EventFd;
-use vpmu::PmuModel;
 
 use super::config::VmConfig;
 use super::error::VmError;
+use super::hardware::VmHardware;
 use super::plan::{VmPlan, needs_full_kvm};
 use crate::boot;
-use crate::devices::DeviceBus;
 use crate::kvm::chips::IrqchipState;
-use crate::kvm::vm_fd::VmFd;
-use crate::memory::GuestRam;
-use crate::pmu::VmPmu;
-use crate::vcpu::control::{VmRunControl, VmStopReason};
+use crate::vcpu::control::VmStopReason;
 use crate::vcpu::factory::VcpuFactory;
 use crate::vcpu::registry::VcpuRegistry;
 use guest_patching::uncounted::UncountableEventSet;
@@ -34,13 +30,11 @@ const MAX_LOGGED_RESTARTS: u64 = 16;
 pub(super) struct RestartContext {
     pub config: VmConfig,
     pub uncounted: Arc<UncountableEventSet>,
-    pub model: PmuModel,
     /// `true` if RDPMC instructions that were not replaced are emulated at the guest's #GP handler
     /// where possible.
     pub gate: bool,
     /// `true` if the kernel needs a KVM that does not interpret CPL 0.
     pub needs_full_kvm: bool,
-    pub fd: Arc<VmFd>,
     pub chips: IrqchipState,
 }
 
@@ -48,10 +42,7 @@ pub(super) struct RestartContext {
 /// [`GuestResetHandler::serve`] when [`GuestResetHandler::event`] is readable.
 pub struct GuestResetHandler {
     pub(super) restart_context: RestartContext,
-    pub(super) ram: GuestRam,
-    pub(super) bus: Arc<DeviceBus>,
-    pub(super) pmu: Arc<VmPmu>,
-    pub(super) control: Arc<VmRunControl>,
+    pub(super) hardware: VmHardware,
     pub(super) registry: Arc<VcpuRegistry>,
     pub(super) symbols: Arc<ArcSwap<CompressedKernelSymbols>>,
     pub(super) restarts: u64,
@@ -60,17 +51,17 @@ pub struct GuestResetHandler {
 impl GuestResetHandler {
     /// Returns the eventfd that is readable when the next step of a reset is due.
     pub fn event(&self) -> &EventFd {
-        self.control.reset_event()
+        self.hardware.control.reset_event()
     }
 
     /// Performs the steps of a pending reset that are possible now. If the machine cannot be
     /// constructed anew, logs the reason and stops the VM.
     pub fn serve(&mut self) {
         // The read fails if the eventfd is already clear.
-        let _ = self.control.reset_event().read();
+        let _ = self.hardware.control.reset_event().read();
         let (again, restarts) = (&self.restart_context, &mut self.restarts);
         let made = self.registry.restart(again.config.cpus.present(), || {
-            let factory = again.make(&self.ram, &self.bus, &self.pmu, &self.control, &self.symbols)?;
+            let factory = again.make(&self.hardware, &self.symbols)?;
             *restarts += 1;
             if *restarts <= MAX_LOGGED_RESTARTS {
                 let last = if *restarts == MAX_LOGGED_RESTARTS {
@@ -84,7 +75,7 @@ impl GuestResetHandler {
         });
         if let Err(e) = made {
             log::error!("cannot restart the VM: {}", error_line(&e));
-            self.control.stop(VmStopReason::NotRestarted);
+            self.hardware.control.stop(VmStopReason::NotRestarted);
         }
     }
 }
@@ -93,13 +84,11 @@ impl RestartContext {
     /// Resets all of the machine except its vCPUs, and returns the factory for the vCPUs.
     fn make(
         &self,
-        ram: &GuestRam,
-        bus: &Arc<DeviceBus>,
-        pmu: &Arc<VmPmu>,
-        control: &Arc<VmRunControl>,
+        hardware: &VmHardware,
         symbols: &ArcSwap<CompressedKernelSymbols>,
     ) -> Result<VcpuFactory, VmError> {
         let plan = VmPlan::of(&self.config);
+        let VmHardware { ram, bus, .. } = hardware;
         bus.reset();
         ram.clear()?;
         let loaded = boot::load(ram, &plan.boot_request(bus.pci().is_some()))?;
@@ -112,19 +101,9 @@ impl RestartContext {
             self.uncounted.hide_topdown(ram.memory(), &loaded.topdown);
             plan.withdraw_user_rdpmc(self.gate, &loaded, ram);
         }
-        self.chips.restore(&self.fd)?;
-        pmu.probe().clear_kernel();
+        self.chips.restore(&hardware.fd)?;
+        hardware.pmu.probe().clear_kernel();
         symbols.store(loaded.symbols.clone());
-        plan.vcpu_factory(
-            &self.fd,
-            self.model,
-            self.gate,
-            &loaded,
-            ram,
-            bus,
-            pmu,
-            control,
-            &self.uncounted,
-        )
+        plan.vcpu_factory(hardware, self.gate, &loaded, &self.uncounted)
     }
 }

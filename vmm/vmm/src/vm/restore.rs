@@ -20,18 +20,18 @@ use vpmu::{ArchEventSet, CounterBacking, CounterBackingChange, CpuidRegs, EventF
 
 use super::config::VmConfig;
 use super::error::VmError;
+use super::hardware::VmHardware;
 use crate::boot::{BootProcessorState, KernelFormat, LoadedGuest};
-use crate::devices::DeviceBus;
 use crate::devices::cpu_plug::VcpuSet;
 use crate::devices::saved::RestoreBoardError;
 use crate::kvm::call::KvmIoctlError;
 use crate::kvm::chips::IrqchipState;
+use crate::kvm::cpuid;
 use crate::kvm::saved_vcpu::{RestoreVcpuError, VcpuStateLayout};
-use crate::kvm::vm_fd::VmFd;
 use crate::memory::GuestRam;
-use crate::pmu::VmPmu;
+use crate::vcpu::factory::VcpuFactory;
 use crate::vcpu::kvm_vcpu::KvmVcpu;
-use crate::vcpu::saved::cpuid_leaf;
+use crate::vcpu::saved::cpuid_leaves;
 
 /// MSR with the address of the steal time record (Linux, `Documentation/virt/kvm/x86/msr.rst`). KVM
 /// changes the version of the record at each entry. A single-stepped guest would read the record
@@ -139,6 +139,12 @@ impl RestoredMachine {
         matches!(self.memory, RestoredMemory::Moved(_))
     }
 
+    /// Returns `true` if the CPUID table of the saved machine enumerates KVM's steal time record.
+    pub(super) fn shows_steal_time(&self) -> bool {
+        let first = self.state.vcpus.first();
+        first.is_some_and(|vcpu| cpuid::shows_stolen_time(&vcpu.cpuid))
+    }
+
     /// Returns guest RAM with the saved contents for a machine with the configuration `config`, and
     /// the kernel in this RAM.
     pub(super) fn load(&self, config: &VmConfig) -> Result<(GuestRam, LoadedGuest), VmError> {
@@ -196,14 +202,11 @@ pub fn announced_events(saved: &SavedMachine) -> Option<ArchEventSet> {
 
 /// Parts of the new machine to which the saved state is written.
 pub(super) struct NewMachine<'a> {
-    pub(super) fd: &'a VmFd,
+    pub(super) hardware: &'a VmHardware,
     pub(super) layout: &'a VcpuStateLayout,
     pub(super) vcpus: &'a [KvmVcpu],
-    pub(super) bus: &'a DeviceBus,
-    pub(super) pmu: &'a Arc<VmPmu>,
     pub(super) shape: &'a SavedMachineProperties,
-    /// `true` if the vCPUs can be single-stepped.
-    pub(super) can_step: bool,
+    pub(super) factory: &'a VcpuFactory,
     /// `true` if the exact backing single-steps the vCPUs.
     pub(super) is_stepped: bool,
 }
@@ -231,11 +234,11 @@ impl NewMachine<'_> {
         let chips = IrqchipState::from_saved(&saved.vm);
         chips
             .ok_or(RestoreError::Impossible("interrupt controllers"))?
-            .restore(self.fd)?;
-        self.fd.set_clock_ns(saved.vm.clock_ns)?;
-        self.bus.restore(&saved.board, &saved.devices)?;
+            .restore(&self.hardware.fd)?;
+        self.hardware.fd.set_clock_ns(saved.vm.clock_ns)?;
+        self.hardware.bus.restore(&saved.board, &saved.devices)?;
         if !machine.is_moved() {
-            self.bus.generation().announce();
+            self.hardware.bus.generation().announce();
         }
         for vcpu in &saved.vcpus {
             match self.vcpus[usize::from(vcpu.id)].fd().kvmclock_ctrl() {
@@ -243,6 +246,10 @@ impl NewMachine<'_> {
                 Err(e) if e.errno() != libc::EINVAL => return Err(e.into()),
                 _ => {}
             }
+        }
+        let rdpmc = self.factory.rdpmc.as_ref();
+        if let Some(running) = rdpmc.and_then(|rdpmc| rdpmc.running.as_ref()) {
+            running.restore(&saved.kernel);
         }
         Ok(())
     }
@@ -255,12 +262,12 @@ impl NewMachine<'_> {
     ) -> Result<(), RestoreError> {
         let id = saved.id;
         check_cpuid(here.cpuid(), saved)?;
-        if saved.pmu.stray_trap_flags && !self.can_step {
+        if saved.pmu.stray_trap_flags && self.factory.bursts.is_none() {
             return Err(RestoreError::TrapFlags);
         }
         // Check the saved registers now. The thread of the vCPU restores them, but an error there
         // would be too late.
-        let mut pmu = self.pmu.vcpu(id, here.tsc_khz());
+        let mut pmu = self.hardware.pmu.vcpu(id, here.tsc_khz());
         pmu.restore(&saved.pmu.registers.0)
             .map_err(|e| RestoreError::Pmu(id, e))?;
         report_changes(id, &pmu.backing_changes(), accepts_losses)?;
@@ -324,7 +331,7 @@ impl NewMachine<'_> {
 
 /// Checks that the CPUID table of a vCPU equals the saved one.
 pub(super) fn check_cpuid(here: &CpuId, saved: &SavedVcpu) -> Result<(), RestoreError> {
-    let leaves: Vec<[u32; 7]> = here.as_slice().iter().map(cpuid_leaf).collect();
+    let leaves = cpuid_leaves(here);
     if let Some((leaf, _)) = leaves.iter().zip(&saved.cpuid).find(|(a, b)| a != b) {
         return Err(RestoreError::Cpuid {
             vcpu: saved.id,

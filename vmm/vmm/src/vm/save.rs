@@ -27,17 +27,14 @@ use vm_memory::{Bytes as _, GuestMemoryError};
 use vpmu::EventFilter;
 use vpmu::filter::EventFilterAction;
 
+use super::hardware::VmHardware;
 use super::migrate::OutgoingMigration;
-use crate::devices::DeviceBus;
 use crate::kvm::call::KvmIoctlError;
 use crate::kvm::chips::IrqchipState;
 use crate::kvm::saved_vcpu::VcpuStateLayout;
-use crate::kvm::vm_fd::VmFd;
-use crate::memory::GuestRam;
 use crate::memory::dirty::WriteProtector;
 use crate::memory::touched::TouchedPages;
-use crate::pmu::VmPmu;
-use crate::vcpu::control::{VmRunControl, VmRunState};
+use crate::vcpu::control::VmRunState;
 use crate::vcpu::registry::VcpuRegistry;
 use crate::vcpu::saved::SaveVcpuError;
 
@@ -92,13 +89,9 @@ pub enum SnapshotError {
 
 /// Parts of a VM that a snapshot needs.
 pub struct VmSnapshotInputs {
-    pub(super) fd: Arc<VmFd>,
+    pub(super) hardware: VmHardware,
     pub(super) layout: Arc<VcpuStateLayout>,
-    pub(super) ram: GuestRam,
-    pub(super) bus: Arc<DeviceBus>,
-    pub(super) pmu: Arc<VmPmu>,
     pub(super) registry: Arc<VcpuRegistry>,
-    pub(super) control: Arc<VmRunControl>,
     pub(super) shape: SavedMachineProperties,
     /// Name of the loaded kernel's format, and guest-physical range of the kernel.
     pub(super) kernel: (&'static str, Range<u64>),
@@ -177,14 +170,14 @@ impl VmSnapshot {
         {
             return Err(SnapshotError::Busy("a vCPU is being removed"));
         }
-        match source.control.state() {
+        match source.hardware.control.state() {
             VmRunState::Running | VmRunState::Paused => {}
             VmRunState::Held => return Err(SnapshotError::Busy("a debugger stops the VM")),
             VmRunState::Resetting => return Err(SnapshotError::Busy("the guest resets the machine")),
             VmRunState::Stopped => return Err(SnapshotError::Ended),
         }
-        let was_paused = source.control.is_pause_requested();
-        if !source.control.set_paused(true) {
+        let was_paused = source.hardware.control.is_pause_requested();
+        if !source.hardware.control.set_paused(true) {
             return Err(SnapshotError::Ended);
         }
         for slot in source.registry.present_slots() {
@@ -195,9 +188,9 @@ impl VmSnapshot {
             saved_by: env!("CARGO_PKG_VERSION").to_owned(),
             options,
             shape: source.shape.clone(),
-            filter: saved_filter(&source.pmu.filter()),
+            filter: saved_filter(&source.hardware.pmu.filter()),
             memory: SavedMemoryFile {
-                bytes: source.ram.size_bytes(),
+                bytes: source.hardware.ram.size_bytes(),
                 crcs: Vec::new(),
                 base: None,
             },
@@ -210,7 +203,7 @@ impl VmSnapshot {
             is_committed: false,
             phase: Phase::Settling,
             machine: Box::new(machine),
-            touched: TouchedPages::of(&source.ram),
+            touched: TouchedPages::of(&source.hardware.ram),
             next: 0,
             zeros_crc: None,
         })
@@ -224,14 +217,14 @@ impl VmSnapshot {
     /// code of the VMM remains in guest memory, and an error if the state cannot be read.
     pub fn advance(&mut self) -> Result<bool, SnapshotError> {
         let source = self.source.clone();
-        if source.control.state() != VmRunState::Paused {
+        if source.hardware.control.state() != VmRunState::Paused {
             return Err(SnapshotError::Ended);
         }
         let mut slots = source.registry.present_slots();
         match self.phase {
             Phase::Settling => {
                 let settled = slots.all(|slot| slot.request_queue().is_settled());
-                if settled && source.control.parked() >= source.registry.present_slots().count() {
+                if settled && source.hardware.control.parked() >= source.registry.present_slots().count() {
                     source.quiesce()?;
                     for slot in source.registry.present_slots() {
                         slot.request_queue().request_save(source.layout.clone());
@@ -258,10 +251,10 @@ impl VmSnapshot {
             let saved = slot.request_queue().take_saved().ok_or(SnapshotError::Order)?;
             self.machine.vcpus.push(saved?);
         }
-        self.machine.vm = IrqchipState::of(&source.fd)?.to_saved(source.fd.clock_ns()?);
-        let board = source.bus.save();
+        self.machine.vm = IrqchipState::of(&source.hardware.fd)?.to_saved(source.hardware.fd.clock_ns()?);
+        let board = source.hardware.bus.save();
         self.machine.board = board.ok_or(SnapshotError::Busy("a vCPU is being removed"))?;
-        if let Some(pci) = source.bus.pci() {
+        if let Some(pci) = source.hardware.bus.pci() {
             self.machine.devices = pci.save();
         }
         self.machine.kernel = source.saved_kernel();
@@ -289,7 +282,7 @@ impl VmSnapshot {
         let (mut at, mut scanned) = (offset, 0);
         while at < bytes && scanned < MAX_SCANNED_BYTES {
             let count = CHUNK_BYTES.min(bytes - at);
-            let ram = &self.source.ram;
+            let ram = &self.source.hardware.ram;
             if self.touched.is_untouched(ram, at, count) {
                 scanned += count / UNTOUCHED_FACTOR;
             } else {
@@ -341,7 +334,7 @@ impl VmSnapshot {
             return Err(SnapshotError::Order);
         }
         self.shares_devices = true;
-        let pci = self.source.bus.pci();
+        let pci = self.source.hardware.bus.pci();
         pci.map_or(Ok(()), |pci| pci.share().map_err(SnapshotError::Devices))
     }
 
@@ -358,7 +351,7 @@ impl VmSnapshot {
         }
         self.is_committed = true;
         self.shares_devices = true;
-        let pci = self.source.bus.pci();
+        let pci = self.source.hardware.bus.pci();
         pci.map_or(Ok(()), |pci| pci.release().map_err(SnapshotError::Devices))
     }
 
@@ -376,7 +369,12 @@ impl VmSnapshot {
     /// [`SnapshotError::Devices`] if the locks cannot be changed.
     pub fn take_back(&mut self) -> Result<(), SnapshotError> {
         if self.is_committed {
-            let claimed = self.source.bus.pci().map_or(Ok(Vec::new()), |pci| pci.claim());
+            let claimed = self
+                .source
+                .hardware
+                .bus
+                .pci()
+                .map_or(Ok(Vec::new()), |pci| pci.claim());
             let used = claimed.map_err(SnapshotError::Devices)?;
             if !used.is_empty() {
                 // The locks of the other images must be available to the process that runs the VM.
@@ -391,7 +389,7 @@ impl VmSnapshot {
     /// Releases the host resources of the devices for the destination process, because the VM has
     /// ended in this process.
     pub fn release_devices(&self) {
-        let released = self.source.bus.pci().map_or(Ok(()), |pci| pci.release());
+        let released = self.source.hardware.bus.pci().map_or(Ok(()), |pci| pci.release());
         if let Err(error) = released {
             // A failure is only logged, because the locks are released when this process exits,
             // which is soon.
@@ -433,17 +431,17 @@ impl VmSnapshot {
 impl Drop for VmSnapshot {
     fn drop(&mut self) {
         let source = &self.source;
-        if source.control.state() == VmRunState::Stopped || self.is_committed {
+        if source.hardware.control.state() == VmRunState::Stopped || self.is_committed {
             return;
         }
-        if let Some(pci) = source.bus.pci() {
+        if let Some(pci) = source.hardware.bus.pci() {
             if self.shares_devices {
                 report_claims(pci.claim());
             }
             pci.resume();
         }
         if !self.was_paused {
-            source.control.set_paused(false);
+            source.hardware.control.set_paused(false);
         }
         source.deliver();
     }
@@ -456,7 +454,7 @@ impl VmSnapshotInputs {
     /// Returns [`SnapshotError::Unsupported`] with the parts that it cannot include.
     pub(super) fn check_supported(&self) -> Result<(), SnapshotError> {
         let mut unsupported = self.unsupported.clone();
-        if let Some(pci) = self.bus.pci() {
+        if let Some(pci) = self.hardware.bus.pci() {
             unsupported.extend(pci.unsupported_in_snapshot());
         }
         if unsupported.is_empty() {
@@ -467,19 +465,19 @@ impl VmSnapshotInputs {
 
     /// Kicks the vCPUs out of KVM_RUN, so that they process their pending requests.
     fn deliver(&self) {
-        self.control.wake_parked();
+        self.hardware.control.wake_parked();
         self.registry.kicker().kick();
     }
 
     /// Stops the devices, and removes the VMM's code from guest memory.
     fn quiesce(&self) -> Result<(), SnapshotError> {
-        if let Some(pci) = self.bus.pci() {
+        if let Some(pci) = self.hardware.bus.pci() {
             pci.quiesce();
         }
         let factory = self.registry.factory();
         let trap = factory.rdpmc.as_ref().and_then(|rdpmc| rdpmc.gate.as_ref());
         match trap.and_then(|(trap, _)| trap.as_ref()) {
-            Some(trap) if !trap.remove_for_snapshot(self.ram.memory()) => Err(SnapshotError::Trap),
+            Some(trap) if !trap.remove_for_snapshot(self.hardware.ram.memory()) => Err(SnapshotError::Trap),
             _ => Ok(()),
         }
     }

@@ -6,6 +6,7 @@ use std::sync::Arc;
 use perf_core::{SessionRole, SharePolicy, UnknownSharePolicy, error_line};
 use serde::Serialize;
 use serde_json::Value;
+use virtio_devices::balloon::control::{BalloonControl, BalloonRequestError};
 use vpmu::EventFilter;
 
 use super::{Connection, ControlServer, ControlSocketAccess, FdSource, RequestOutcome};
@@ -30,6 +31,11 @@ impl Connection {
         if let Some(events) = &mut self.events {
             events.set_enabled(on);
         }
+        value(Value::Null)
+    }
+
+    fn close(&mut self) -> Result<RequestOutcome, RequestError> {
+        self.events = None;
         value(Value::Null)
     }
 
@@ -86,6 +92,8 @@ fn event_targets(
 }
 
 impl ControlServer {
+    /// Handles a request of the client of `connection`.
+    #[expect(clippy::too_many_lines, reason = "one line per request")]
     pub(super) fn answer(
         &mut self,
         connection: &mut Connection,
@@ -98,49 +106,21 @@ impl ControlServer {
         match call {
             Call::Hello { protocol } => self.hello(connection, protocol),
             Call::Status => value(vm.info(connection.role())),
-            Call::Pause | Call::Resume if self.is_being_saved(connection) => fail(
-                RequestErrorKind::Invalid,
-                "a snapshot of the VM is being taken; try again after its end",
-            ),
-            Call::Pause => self.pause(connection, true),
-            Call::Resume => {
-                self.decide()?;
-                self.pause(connection, false)
-            }
-            Call::Stop => {
-                vm.control.stop(VmStopReason::Operator);
-                vm.registry.kicker().kick();
-                value(vm.info(connection.role()))
-            }
+            Call::Pause => self.pause(connection),
+            Call::Resume => self.resume(connection),
+            Call::Stop => self.stop(connection),
             Call::Powerdown => self.powerdown(connection),
             Call::Vcpus { count } => self.vcpus(connection, count),
             Call::VcpuPlug => value(vm.vcpu_plug()),
-            Call::VcpusWithdraw => {
-                vm.registry.withdraw_eject_requests();
-                value(vm.vcpu_plug())
+            Call::VcpusWithdraw => self.withdraw_eject_requests(),
+            Call::Balloon { size_mib } => self.change_balloon(|balloon| balloon.set_size_mib(size_mib)),
+            Call::BalloonStatistics { interval_s } => {
+                self.change_balloon(|balloon| balloon.set_statistics_interval(interval_s))
             }
-            Call::Balloon { size_mib } => value(balloon::change(vm.balloon.as_ref(), |it| {
-                it.set_size_mib(size_mib)
-            })?),
-            Call::BalloonStatistics { interval_s } => value(balloon::change(vm.balloon.as_ref(), |it| {
-                it.set_statistics_interval(interval_s)
-            })?),
-            Call::Share { policy } => {
-                let policy = share_policy(&policy)?;
-                vm.pmu.core().set_share(policy);
-                value(Value::Null)
-            }
+            Call::Share { policy } => self.share(&policy),
             Call::Filter { toml } => self.filter(&toml),
-            Call::MmdsPut { data } => value(
-                metadata::service(&vm.metadata)?
-                    .put(data)
-                    .map_err(metadata::refusal)?,
-            ),
-            Call::MmdsPatch { data } => value(
-                metadata::service(&vm.metadata)?
-                    .patch(data)
-                    .map_err(metadata::refusal)?,
-            ),
+            Call::MmdsPut { data } => value(metadata::put(&vm.metadata, data)?),
+            Call::MmdsPatch { data } => value(metadata::patch(&vm.metadata, data)?),
             Call::MmdsGet => value(metadata::service(&vm.metadata)?.get()),
             Call::RateLimiters => value(limits::describe(&vm.limiters)),
             Call::RateLimit { name, bandwidth, ops } => {
@@ -159,10 +139,7 @@ impl ControlServer {
             Call::Enable | Call::Disable => connection.set_enabled(call == Call::Enable),
             Call::Joined => connection.joined(),
             Call::Read => connection.read(),
-            Call::Close => {
-                connection.events = None;
-                value(Value::Null)
-            }
+            Call::Close => connection.close(),
             Call::Ring {
                 vcpu,
                 pages,
@@ -170,22 +147,14 @@ impl ControlServer {
             } => connection.ring(vcpu, pages, overwrite),
             Call::HostRing { handle } => connection.host_ring(handle),
             Call::ThreadSwitches { vcpu } => connection.thread_switches(vcpu),
-            Call::Chains { handle, every } => {
-                connection.opened()?.sample_in_vmm(handle, every)?;
-                value(Value::Null)
-            }
+            Call::Chains { handle, every } => value(connection.opened()?.sample_in_vmm(handle, every)?),
             Call::RingLosses => connection.ring_losses(),
             Call::Counts => value(vm.vcpu_counts()),
             Call::Kernel => self.kernel(),
             Call::Symbols => self.symbols(),
             Call::ProcessCode { pid } => value(self.processes.code(vm.pmu.probe(), pid)?),
             Call::ProcessMemory { pid, address, bytes } => self.process_memory(pid, address, bytes),
-            Call::GuestView => {
-                self.guest_pmu()?;
-                value(SnapshotId {
-                    generation: vm.request_views(),
-                })
-            }
+            Call::GuestView => self.request_guest_view(),
             Call::GuestViewResult { generation } => value(vm.views(generation)),
             Call::Snapshot => self.snapshot(connection),
             Call::SnapshotMemory { offset } => connection.snapshot_memory(offset),
@@ -213,12 +182,65 @@ impl ControlServer {
         value(self.vm.info(connection.role()))
     }
 
-    fn pause(&self, connection: &Connection, paused: bool) -> Result<RequestOutcome, RequestError> {
+    fn pause(&self, connection: &Connection) -> Result<RequestOutcome, RequestError> {
+        self.check_not_being_saved(connection)?;
+        self.set_paused(connection, true)
+    }
+
+    fn resume(&mut self, connection: &Connection) -> Result<RequestOutcome, RequestError> {
+        self.check_not_being_saved(connection)?;
+        self.decide()?;
+        self.set_paused(connection, false)
+    }
+
+    /// Returns an error while another client takes a snapshot of the VM.
+    fn check_not_being_saved(&self, connection: &Connection) -> Result<(), RequestError> {
+        if self.is_being_saved(connection) {
+            return fail(
+                RequestErrorKind::Invalid,
+                "a snapshot of the VM is being taken; try again after its end",
+            );
+        }
+        Ok(())
+    }
+
+    fn set_paused(&self, connection: &Connection, paused: bool) -> Result<RequestOutcome, RequestError> {
         if !self.vm.control.set_paused(paused) {
             return fail(RequestErrorKind::Invalid, "the VM has ended");
         }
         self.vm.registry.kicker().kick();
         value(self.vm.info(connection.role()))
+    }
+
+    fn stop(&self, connection: &Connection) -> Result<RequestOutcome, RequestError> {
+        let vm = &self.vm;
+        vm.control.stop(VmStopReason::Operator);
+        vm.registry.kicker().kick();
+        value(vm.info(connection.role()))
+    }
+
+    fn withdraw_eject_requests(&self) -> Result<RequestOutcome, RequestError> {
+        self.vm.registry.withdraw_eject_requests();
+        value(self.vm.vcpu_plug())
+    }
+
+    fn change_balloon(
+        &self,
+        change: impl FnOnce(&BalloonControl) -> Result<(), BalloonRequestError>,
+    ) -> Result<RequestOutcome, RequestError> {
+        value(balloon::change(self.vm.balloon.as_ref(), change)?)
+    }
+
+    fn share(&self, policy: &str) -> Result<RequestOutcome, RequestError> {
+        self.vm.pmu.core().set_share(share_policy(policy)?);
+        value(Value::Null)
+    }
+
+    fn request_guest_view(&self) -> Result<RequestOutcome, RequestError> {
+        self.guest_pmu()?;
+        value(SnapshotId {
+            generation: self.vm.request_views(),
+        })
     }
 
     fn process_memory(&mut self, pid: u32, address: u64, bytes: u32) -> Result<RequestOutcome, RequestError> {

@@ -46,7 +46,7 @@ use stepper::{
     CurrentStep, RFLAGS_IF, RFLAGS_TF, RedecodeReason, SteppingMode, UserCodeState, UserResumeMethod, apply,
 };
 pub use stepper::{SingleStepError, StepStats, Stepper};
-use system_calls::end_system_call;
+use system_calls::end_step;
 
 const STI: u8 = 0xfb;
 const SYSRETQ: [u8; 3] = [0x48, 0x0f, 0x07];
@@ -453,34 +453,16 @@ impl Stepper {
         Ok(Some(self.end(&state)))
     }
 
+    /// Ends the step or run in progress with the vCPU in `state`, and returns what it executed.
     fn end(&mut self, state: &VcpuState) -> SingleStepOutcome {
         if let Some(under_way) = self.current_run.take() {
             return self.end_run(&under_way, state);
         }
+        if let SteppingMode::Emulated(UserCodeState::Entered { at }) = self.mode {
+            return self.end_user_entry(at, state);
+        }
         let cpu = state.cpu();
         let mut memory = LinearMemory::new(&self.memory, state);
-        if let SteppingMode::Emulated(UserCodeState::Entered { at }) = self.mode {
-            self.mode = SteppingMode::Emulated(UserCodeState::Away);
-            let out = SteppedCpuState {
-                rip: at,
-                cpl: 3,
-                ..cpu
-            };
-            let mut step = self.meter.end(&out, &mut memory);
-            self.present = None;
-            self.tally.steps += 1;
-            if cpu.cpl != 0 {
-                self.mode = SteppingMode::Emulated(UserCodeState::Runs);
-                return step;
-            }
-            self.meter.begin(&out, &mut UnreadableMemory);
-            let back = self.meter.end(&cpu, &mut memory);
-            self.tally.lost += u64::from(back.lost);
-            step.event = true;
-            step.lost |= back.lost;
-            step.kernel.add(back.kernel);
-            return step;
-        }
         if self.mode == SteppingMode::Emulated(UserCodeState::Runs) {
             if cpu.cpl != 0 {
                 return SingleStepOutcome::default();
@@ -493,25 +475,7 @@ impl Stepper {
         }
         let from_user = self.began_in_user();
         let present = self.present.take();
-        let mut step = match present {
-            Some(CurrentStep {
-                initial_state: mut before,
-                after_kernel: Some(why),
-                ..
-            }) if cpu.cpl != 0 => {
-                if why == RedecodeReason::Called {
-                    before.gpr[0] = cpu.gpr[0];
-                }
-                self.meter.begin(&before, &mut memory);
-                self.meter.end(&cpu, &mut memory)
-            }
-            Some(CurrentStep {
-                initial_state: called,
-                class: InstructionClass::SystemCall | InstructionClass::Interrupt(_),
-                ..
-            }) if from_user && cpu.cpl != 0 => end_system_call(&mut self.meter, &called, &cpu, &mut memory),
-            _ => self.meter.end(&cpu, &mut memory),
-        };
+        let mut step = end_step(&mut self.meter, present.as_ref(), from_user, &cpu, &mut memory);
         self.gates.watched.clear();
         self.tally.steps += 1;
         // Kernel steps during the search for the return to user code are not counted.
@@ -524,6 +488,33 @@ impl Stepper {
             );
             step.user = Default::default();
         }
+        step
+    }
+
+    /// Ends a step with which the kernel entered user code at the address `at`, where KVM does not
+    /// step. The user code may have been interrupted already.
+    fn end_user_entry(&mut self, at: u64, state: &VcpuState) -> SingleStepOutcome {
+        let cpu = state.cpu();
+        let mut memory = LinearMemory::new(&self.memory, state);
+        self.mode = SteppingMode::Emulated(UserCodeState::Away);
+        let entered = SteppedCpuState {
+            rip: at,
+            cpl: 3,
+            ..cpu
+        };
+        let mut step = self.meter.end(&entered, &mut memory);
+        self.present = None;
+        self.tally.steps += 1;
+        if cpu.cpl != 0 {
+            self.mode = SteppingMode::Emulated(UserCodeState::Runs);
+            return step;
+        }
+        self.meter.begin(&entered, &mut UnreadableMemory);
+        let back = self.meter.end(&cpu, &mut memory);
+        self.tally.lost += u64::from(back.lost);
+        step.event = true;
+        step.lost |= back.lost;
+        step.kernel.add(back.kernel);
         step
     }
 

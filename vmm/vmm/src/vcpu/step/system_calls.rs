@@ -1,7 +1,7 @@
 //! Emulation of SYSCALL and SYSRET during stepping, so that the saved and loaded flags do not
 //! contain the stepper's trap flag.
 
-use vpmu::exact::{SingleStepMeter, SingleStepOutcome, SteppedCpuState};
+use vpmu::exact::{InstructionClass, SingleStepMeter, SingleStepOutcome, SteppedCpuState};
 
 use super::debug::{EntryDebugState, GuestDebug};
 use super::state::{UnreadableMemory, VcpuState};
@@ -112,10 +112,40 @@ impl Stepper {
     }
 }
 
+/// Ends the step `present`, which began in user code if `from_user` is set, with the vCPU in the
+/// state `cpu`. If the guest's kernel ran before the instruction, the instruction is decoded again.
+pub(super) fn end_step(
+    meter: &mut SingleStepMeter,
+    present: Option<&CurrentStep>,
+    from_user: bool,
+    cpu: &SteppedCpuState,
+    memory: &mut LinearMemory<'_>,
+) -> SingleStepOutcome {
+    match present {
+        Some(&CurrentStep {
+            initial_state: mut before,
+            after_kernel: Some(why),
+            ..
+        }) if cpu.cpl != 0 => {
+            if why == RedecodeReason::Called {
+                before.gpr[0] = cpu.gpr[0];
+            }
+            meter.begin(&before, memory);
+            meter.end(cpu, memory)
+        }
+        Some(CurrentStep {
+            initial_state: called,
+            class: InstructionClass::SystemCall | InstructionClass::Interrupt(_),
+            ..
+        }) if from_user && cpu.cpl != 0 => end_system_call(meter, called, cpu, memory),
+        _ => meter.end(cpu, memory),
+    }
+}
+
 /// Accounts for the return to user code after SYSCALL or INT n. On return, the trap flag is loaded
 /// together with the other flags. The vCPU therefore stops only after the instruction that follows
 /// the system call, which is counted too.
-pub(super) fn end_system_call(
+fn end_system_call(
     meter: &mut SingleStepMeter,
     called: &SteppedCpuState,
     cpu: &SteppedCpuState,
