@@ -305,6 +305,42 @@ fn u64_at(b: &[u8], at: usize) -> u64 {
     u64::from(u32_at(b, at)) | u64::from(u32_at(b, at + 4)) << 32
 }
 
+/// Checks that the reserved flags and fields are zero.
+fn check_reserved(known: &[u8], flags: u64) -> Result<(), AttrError> {
+    if flags & !(KNOWN_FLAGS | PRECISE_FLAGS | IGNORED_FLAGS) != 0 {
+        return Err(AttrError::Reserved { field: "flags" });
+    }
+    for (at, len, field) in ZERO_FIELDS {
+        if known[at..at + len].iter().any(|&b| b != 0) {
+            return Err(AttrError::Reserved { field });
+        }
+    }
+    Ok(())
+}
+
+/// Parses `sample_type`. If it selects user registers, `sample_regs_user` must select all that are
+/// supported.
+fn parse_sample_type(known: &[u8]) -> Result<SampleType, AttrError> {
+    let sample_type =
+        SampleType::from_bits(u64_at(known, 24)).ok_or(AttrError::Reserved { field: "sample_type" })?;
+    if sample_type.contains(SampleType::REGS_USER) && u64_at(known, 80) != REGS_USER {
+        return Err(AttrError::Reserved {
+            field: "sample_regs_user",
+        });
+    }
+    Ok(sample_type)
+}
+
+/// Parses `branch_sample_type`. It must select at least one kind of branch.
+fn parse_branch_filter(bits: u64) -> Result<BranchStackConfig, AttrError> {
+    let filter = BranchFilter::from_bits(bits)
+        .filter(|filter| filter.intersects(BranchFilter::KINDS))
+        .ok_or(AttrError::Reserved {
+            field: "branch_sample_type",
+        })?;
+    Ok(BranchStackConfig::unlimited(filter))
+}
+
 impl Attr {
     /// Creates an enabled counting event of type `ty` and selector `config`. All other attributes
     /// have their default values.
@@ -407,67 +443,22 @@ impl Attr {
     /// `precise_ip` is set for an event other than a software event, and [`AttrError::Reserved`] if
     /// a reserved field or bit is set or a field has an unsupported value.
     pub fn from_bytes(bytes: &mut [u8]) -> Result<Self, AttrError> {
-        let available = bytes.len();
-        if available < 8 {
-            return Err(AttrError::Fault {
-                size: ATTR_SIZE_VER0,
-                available,
-            });
-        }
-        let size = match u32_at(bytes, 4) {
-            0 => ATTR_SIZE_VER0,
-            size => size,
-        };
-        if !(ATTR_SIZE_VER0..=ATTR_SIZE_MAX).contains(&size) {
-            return Err(Self::too_big(bytes));
-        }
-        if available < size as usize {
-            return Err(AttrError::Fault { size, available });
-        }
-        if size > ATTR_SIZE_VER8
-            && bytes[ATTR_SIZE_VER8 as usize..size as usize]
-                .iter()
-                .any(|&b| b != 0)
-        {
-            return Err(Self::too_big(bytes));
-        }
-        let mut known = [0u8; ATTR_SIZE_VER8 as usize];
-        let n = size.min(ATTR_SIZE_VER8) as usize;
-        known[..n].copy_from_slice(&bytes[..n]);
-
+        let known = Self::known_bytes(bytes)?;
         let flags = u64_at(&known, 40);
-        if flags & !(KNOWN_FLAGS | PRECISE_FLAGS | IGNORED_FLAGS) != 0 {
-            return Err(AttrError::Reserved { field: "flags" });
-        }
-        for (at, len, field) in ZERO_FIELDS {
-            if known[at..at + len].iter().any(|&b| b != 0) {
-                return Err(AttrError::Reserved { field });
-            }
-        }
+        check_reserved(&known, flags)?;
         let ty = EventType(u32_at(&known, 0));
         let precise = (flags >> PRECISE_IP & 3) as u8;
         if precise != 0 && ty != EventType::SOFTWARE {
             return Err(AttrError::Precise(precise));
         }
-        let sample_type =
-            SampleType::from_bits(u64_at(&known, 24)).ok_or(AttrError::Reserved { field: "sample_type" })?;
+        let sample_type = parse_sample_type(&known)?;
         let sample_stack_user = if sample_type.contains(SampleType::STACK_USER) {
             u32_at(&known, 88)
         } else {
             0
         };
-        if sample_type.contains(SampleType::REGS_USER) && u64_at(&known, 80) != REGS_USER {
-            return Err(AttrError::Reserved {
-                field: "sample_regs_user",
-            });
-        }
         let branches = if sample_type.contains(SampleType::BRANCH_STACK) {
-            let filter = BranchFilter::from_bits(u64_at(&known, 72))
-                .filter(|filter| filter.intersects(BranchFilter::KINDS))
-                .ok_or(AttrError::Reserved {
-                    field: "branch_sample_type",
-                })?;
-            BranchStackConfig::unlimited(filter)
+            parse_branch_filter(u64_at(&known, 72))?
         } else {
             BranchStackConfig::default()
         };
@@ -509,6 +500,39 @@ impl Attr {
             enable_on_exec: flag(ENABLE_ON_EXEC),
             sample_id_all: flag(SAMPLE_ID_ALL),
         })
+    }
+
+    /// Returns the bytes of the known layout, padded with zeros. Checks the size and the bytes
+    /// beyond the known layout.
+    fn known_bytes(bytes: &mut [u8]) -> Result<[u8; ATTR_SIZE_VER8 as usize], AttrError> {
+        let available = bytes.len();
+        if available < 8 {
+            return Err(AttrError::Fault {
+                size: ATTR_SIZE_VER0,
+                available,
+            });
+        }
+        let size = match u32_at(bytes, 4) {
+            0 => ATTR_SIZE_VER0,
+            size => size,
+        };
+        if !(ATTR_SIZE_VER0..=ATTR_SIZE_MAX).contains(&size) {
+            return Err(Self::too_big(bytes));
+        }
+        if available < size as usize {
+            return Err(AttrError::Fault { size, available });
+        }
+        if size > ATTR_SIZE_VER8
+            && bytes[ATTR_SIZE_VER8 as usize..size as usize]
+                .iter()
+                .any(|&b| b != 0)
+        {
+            return Err(Self::too_big(bytes));
+        }
+        let mut known = [0u8; ATTR_SIZE_VER8 as usize];
+        let n = size.min(ATTR_SIZE_VER8) as usize;
+        known[..n].copy_from_slice(&bytes[..n]);
+        Ok(known)
     }
 
     fn too_big(bytes: &mut [u8]) -> AttrError {

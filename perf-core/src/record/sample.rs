@@ -343,19 +343,30 @@ impl<'a> Sample<'a> {
             let len = body.u32("raw size")?;
             sample.raw = body.many(u64::from(len), 1, "raw data")?;
         }
+        if fields.intersects(RARE) {
+            sample.decode_rare(fields, body)?;
+        }
+        match body.rest().len() {
+            0 => Ok(sample),
+            bytes => Err(DecodeError::Trailing { bytes }),
+        }
+    }
+
+    /// Decodes the fields that [`Sample::encode_rare`] encodes.
+    fn decode_rare(&mut self, fields: SampleType, body: &mut Cursor<'a>) -> Result<(), DecodeError> {
         if fields.contains(SampleType::BRANCH_STACK) {
             let len = body.u64("branch stack length")?;
             let words = body.many(len, 8 * BRANCH_WORDS, "branch stack")?;
-            sample.branches = SampleWords::Encoded(words);
+            self.branches = SampleWords::Encoded(words);
         }
         if fields.contains(SampleType::REGS_USER) {
-            sample.user.abi = body.u64("ABI of registers")?;
-            let count = if sample.user.abi == 0 {
+            self.user.abi = body.u64("ABI of registers")?;
+            let count = if self.user.abi == 0 {
                 0
             } else {
                 REGS_USER_LEN as u64
             };
-            sample.user.registers = SampleWords::Encoded(body.many(count, 8, "registers")?);
+            self.user.registers = SampleWords::Encoded(body.many(count, 8, "registers")?);
         }
         if fields.contains(SampleType::STACK_USER) {
             let len = body.u64("stack size")?;
@@ -363,12 +374,9 @@ impl<'a> Sample<'a> {
                 let stack = body.many(len, 1, "stack")?;
                 let dynamic = body.u64("size of the stack's part")?;
                 let dynamic = usize::try_from(dynamic).unwrap_or(usize::MAX);
-                sample.user.stack = &stack[..dynamic.min(stack.len())];
+                self.user.stack = &stack[..dynamic.min(stack.len())];
             }
         }
-        match body.rest().len() {
-            0 => Ok(sample),
-            bytes => Err(DecodeError::Trailing { bytes }),
-        }
+        Ok(())
     }
 }

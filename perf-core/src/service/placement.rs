@@ -38,9 +38,9 @@ impl CoreInner {
         leader: Option<&EventRef>,
     ) -> Result<Placement, PerfEventOpenError> {
         let leads_family = leader.map(|l| l.shared.is_family);
-        let family = |cell| Placement {
+        let without_slot = |cell, source| Placement {
             cell,
-            source: Source::Family,
+            source,
             hardware: None,
             owner,
         };
@@ -57,17 +57,13 @@ impl CoreInner {
             if SoftwareEventId::from_config(attr.config).is_none() {
                 return Err(PerfEventOpenError::NoSuchSoftwareEvent(attr.config));
             }
-            let fan_out = leads_family.unwrap_or(attr.inherit);
-            return Ok(if fan_out {
-                family(cell)
+            let fans_out = leads_family.unwrap_or(attr.inherit);
+            let source = if fans_out {
+                Source::Family
             } else {
-                Placement {
-                    cell,
-                    source: Source::Raised(0),
-                    hardware: None,
-                    owner,
-                }
-            });
+                Source::Raised(0)
+            };
+            return Ok(without_slot(cell, source));
         }
         let (at, pmu, capacity) = self
             .driver(attr.ty)
@@ -100,7 +96,7 @@ impl CoreInner {
                 hardware: HardwareNeeds::of(at, &*pmu, capacity, attr),
                 owner,
             }),
-            None => Ok(family(cell)),
+            None => Ok(without_slot(cell, Source::Family)),
         }
     }
 

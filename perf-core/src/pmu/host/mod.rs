@@ -49,7 +49,7 @@ use crate::attr::{Attr, EventType};
 use crate::pmu::period_floor::PeriodFloor;
 use crate::pmu::{CounterMask, Pmu, PmuCounterCapacity, PmuError, PmuEvent, PmuEventTarget, PmuGroup};
 
-use perf_event_open_sys::bindings::{PERF_RECORD_SAMPLE, PERF_SAMPLE_READ};
+use perf_event_open_sys::bindings::{PERF_RECORD_SAMPLE, PERF_SAMPLE_READ, perf_event_attr};
 
 pub use counters::{FixedCounter, HostCounters};
 pub use fd::monotonic_ns;
@@ -179,29 +179,24 @@ impl Pmu for HostPmu {
     }
 }
 
-impl HostPmu {
-    fn open_beside(
-        &self,
-        attr: &Attr,
-        target: PmuEventTarget,
-        group: Option<Arc<KernelGroup>>,
-    ) -> Result<Box<dyn PmuEvent>, PmuError> {
-        let (counted, signal_tid) = match target {
-            PmuEventTarget::Vcpu { tid, .. } => (HostEventTarget::Thread(tid), tid),
-            PmuEventTarget::Cpu { cpu } => {
-                let cpu = i32::try_from(cpu).map_err(|_| missing_cpu_error(libc::EINVAL))?;
-                // CPU events are not armed by a vCPU, so the opening thread receives the signal.
-                (HostEventTarget::Cpu(cpu), current_tid())
-            }
-            PmuEventTarget::Vm => {
-                return Err(PmuError::Unsupported(
-                    "a host event counts one vCPU's thread, not a VM",
-                ));
-            }
-        };
-        if !self.supports_type(attr.ty) {
-            return Err(PmuError::NoSuchEvent);
+/// Returns what a host event for `target` counts, and the thread that receives its signals.
+fn counted_thread(target: PmuEventTarget) -> Result<(HostEventTarget, i32), PmuError> {
+    match target {
+        PmuEventTarget::Vcpu { tid, .. } => Ok((HostEventTarget::Thread(tid), tid)),
+        PmuEventTarget::Cpu { cpu } => {
+            let cpu = i32::try_from(cpu).map_err(|_| missing_cpu_error(libc::EINVAL))?;
+            // CPU events are not armed by a vCPU, so the opening thread receives the signal.
+            Ok((HostEventTarget::Cpu(cpu), current_tid()))
         }
+        PmuEventTarget::Vm => Err(PmuError::Unsupported(
+            "a host event counts one vCPU's thread, not a VM",
+        )),
+    }
+}
+
+impl HostPmu {
+    /// Returns the attributes with which the host's kernel opens the event `attr`.
+    fn raw_attr(&self, attr: &Attr) -> Result<perf_event_attr, PmuError> {
         let mut raw = new_attr(attr.ty.0, attr.config);
         // Opened as a sampling event, because the kernel rejects a later period for a counting
         // event.
@@ -209,8 +204,7 @@ impl HostPmu {
         raw.sample_type = u64::from(PERF_SAMPLE_READ);
         raw.read_format = READ_TIMES;
         raw.set_disabled(1);
-        let hardware = self.class == HostEventClass::Hardware;
-        if hardware {
+        if self.class == HostEventClass::Hardware {
             raw.set_pinned(1);
             raw.__bindgen_anon_3.config1 = attr.config1;
             raw.__bindgen_anon_4.config2 = attr.config2;
@@ -220,8 +214,23 @@ impl HostPmu {
                 "a host software event has no guest privilege level",
             ));
         }
+        Ok(raw)
+    }
+
+    /// Opens the event `attr`, in the kernel group `group` if possible.
+    fn open_beside(
+        &self,
+        attr: &Attr,
+        target: PmuEventTarget,
+        group: Option<Arc<KernelGroup>>,
+    ) -> Result<Box<dyn PmuEvent>, PmuError> {
+        let (counted, signal_tid) = counted_thread(target)?;
+        if !self.supports_type(attr.ty) {
+            return Err(PmuError::NoSuchEvent);
+        }
+        let hardware = self.class == HostEventClass::Hardware;
         let opener = OpenParams {
-            raw,
+            raw: self.raw_attr(attr)?,
             counted,
             signal_tid,
             signal: self.signal,
