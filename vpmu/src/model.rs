@@ -366,8 +366,14 @@ impl PmuModel {
 }
 
 /// Validates the numbers of general-purpose and fixed counters for a generation.
-#[expect(clippy::cast_possible_truncation, reason = "constants")]
 fn check_numbers(generation: PmuGeneration, general: u32, fixed: u32) -> Result<(), PmuModelError> {
+    check_general(generation, general)?;
+    check_fixed(generation, fixed)
+}
+
+/// Validates the number of general-purpose counters for a generation.
+#[expect(clippy::cast_possible_truncation, reason = "constants")]
+fn check_general(generation: PmuGeneration, general: u32) -> Result<(), PmuModelError> {
     let (may_have, limit, remedy) = match generation {
         PmuGeneration::Off(_) => (
             general == 0,
@@ -407,7 +413,12 @@ fn check_numbers(generation: PmuGeneration, general: u32, fixed: u32) -> Result<
             remedy,
         });
     }
+    Ok(())
+}
 
+/// Validates the number of fixed counters for a generation.
+#[expect(clippy::cast_possible_truncation, reason = "constants")]
+fn check_fixed(generation: PmuGeneration, fixed: u32) -> Result<(), PmuModelError> {
     let (may_have, limit, remedy) = match generation {
         PmuGeneration::Intel(2..) => (
             fixed <= MAX_FIXED as u32,

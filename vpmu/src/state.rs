@@ -199,30 +199,7 @@ impl Vpmu {
         };
         let pmi = read_pmi(&mut reader, &model, version)?;
         let handler = read_handler(&mut reader, &model, version)?;
-        let mut counters = [Counter::default(); MAX_COUNTERS];
-        let mut seen = 0;
-        for _ in 0..reader.u8()? {
-            let counter = CounterIndex::from_bit(u32::from(reader.u8()?))
-                .filter(|&c| model.has_counter(c) && seen & c.mask() == 0)
-                .ok_or(VpmuStateError::Impossible(
-                    "a counter is there twice or does not exist",
-                ))?;
-            seen |= counter.mask();
-            let selector = reader.u64()?;
-            let value = reader.u64()?;
-            if value != model.width().truncate(value) {
-                return Err(VpmuStateError::Impossible("a counter is wider than its width"));
-            }
-            if counter.fixed_number().is_none() {
-                registers.selectors[counter.slot()] = selector;
-            } else if selector != 0 {
-                return Err(VpmuStateError::Impossible("a fixed counter has a selector"));
-            }
-            counters[counter.slot()] = Counter::restored(value, reader.u64()?, reader.u64()?);
-        }
-        if seen != model.counters_mask() {
-            return Err(VpmuStateError::Impossible("a counter is missing"));
-        }
+        let counters = read_counters(&mut reader, &model, &mut registers)?;
         let branches = read_branches(&mut reader, &model, version, &mut registers)?;
         if !reader.rest.is_empty() {
             return Err(VpmuStateError::Length {
@@ -242,6 +219,39 @@ impl Vpmu {
         self.mark_all();
         Ok(())
     }
+}
+
+/// Reads the counters, and writes their event selectors to `registers`.
+fn read_counters(
+    reader: &mut Reader<'_>,
+    model: &PmuModel,
+    registers: &mut PmuRegisters,
+) -> Result<[Counter; MAX_COUNTERS], VpmuStateError> {
+    let mut counters = [Counter::default(); MAX_COUNTERS];
+    let mut seen = 0;
+    for _ in 0..reader.u8()? {
+        let counter = CounterIndex::from_bit(u32::from(reader.u8()?))
+            .filter(|&c| model.has_counter(c) && seen & c.mask() == 0)
+            .ok_or(VpmuStateError::Impossible(
+                "a counter is there twice or does not exist",
+            ))?;
+        seen |= counter.mask();
+        let selector = reader.u64()?;
+        let value = reader.u64()?;
+        if value != model.width().truncate(value) {
+            return Err(VpmuStateError::Impossible("a counter is wider than its width"));
+        }
+        if counter.fixed_number().is_none() {
+            registers.selectors[counter.slot()] = selector;
+        } else if selector != 0 {
+            return Err(VpmuStateError::Impossible("a fixed counter has a selector"));
+        }
+        counters[counter.slot()] = Counter::restored(value, reader.u64()?, reader.u64()?);
+    }
+    if seen != model.counters_mask() {
+        return Err(VpmuStateError::Impossible("a counter is missing"));
+    }
+    Ok(counters)
 }
 
 /// Counter events that count nothing, for a PMU whose vCPU is not attached to a thread yet.

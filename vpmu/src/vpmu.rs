@@ -281,6 +281,7 @@ impl Vpmu {
     }
 
     /// Handles a guest WRMSR of `value` to the register `msr`.
+    #[expect(clippy::too_many_lines, reason = "one arm per register")]
     pub fn write_msr(
         &mut self,
         msr: MsrAddress,
@@ -300,8 +301,7 @@ impl Vpmu {
                 let differing = self.registers.selectors[counter.slot()] ^ value;
                 if differing != 0 {
                     let same_event = differing & !(selector::INT | selector::EN) == 0;
-                    // Counts up to this write belong to the old selector, and so does its interrupt
-                    // bit.
+                    // Counts up to this write belong to the old selector, as does its interrupt bit.
                     if self.running & counter.mask() == 0 || differing == selector::INT {
                         self.fold(counter, events);
                     } else if same_event {
@@ -664,6 +664,7 @@ impl Vpmu {
 
     /// Makes one counter's event match the registers. `retry` is `true` if the counter was
     /// uncounted or counted by a fallback and its retry is due.
+    #[expect(clippy::too_many_lines, reason = "one sequence of steps with early returns")]
     fn reconcile_counter(&mut self, counter: CounterIndex, retry: bool, events: &mut dyn CounterEvents) {
         let mask = counter.mask();
         let slot = counter.slot();

@@ -350,9 +350,7 @@ impl SingleStepMeter {
         if is_repeated(&instruction) && cpu.rip == before.rip && cpu.cpl == before.cpl {
             // Iterations remain, or the instruction faulted and the handler has already returned to
             // it.
-            if element_count(&instruction, before) != element_count(&instruction, cpu) {
-                self.unfinished = Some((before.rip, before.cpl));
-            }
+            self.note_completed_iterations(&instruction, before, cpu);
             return step;
         }
         let taken = match pending.next_address {
@@ -400,15 +398,25 @@ impl SingleStepMeter {
             None => {
                 // The instruction did not complete. If an iteration completed, the remaining
                 // iterations follow after the handler.
-                if is_repeated(&instruction)
-                    && element_count(&instruction, before) != element_count(&instruction, cpu)
-                {
-                    self.unfinished = Some((before.rip, before.cpl));
+                if is_repeated(&instruction) {
+                    self.note_completed_iterations(&instruction, before, cpu);
                 }
                 self.enter_handler(before, cpu, memory, &mut step);
             }
         }
         step
+    }
+
+    /// Notes that a repeated instruction is unfinished, if the step completed an iteration of it.
+    fn note_completed_iterations(
+        &mut self,
+        instruction: &Instruction,
+        before: &SteppedCpuState,
+        cpu: &SteppedCpuState,
+    ) {
+        if element_count(instruction, before) != element_count(instruction, cpu) {
+            self.unfinished = Some((before.rip, before.cpl));
+        }
     }
 
     /// Adds a completed instruction to the counts of `step`.

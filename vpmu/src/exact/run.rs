@@ -169,6 +169,8 @@ fn is_baseline_feature(feature: CpuidFeature) -> bool {
     )
 }
 
+/// Returns whether the instruction is one of those that a run may contain.
+#[expect(clippy::too_many_lines, reason = "a list of mnemonics")]
 fn is_listed(mnemonic: Mnemonic) -> bool {
     use Mnemonic::*;
     let computes = matches!(
