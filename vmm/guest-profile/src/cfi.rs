@@ -284,14 +284,7 @@ impl Unwinder {
             frame,
             bias,
         };
-        let cfa = match row.cfa() {
-            CfaRule::RegisterAndOffset { register, offset } => frame
-                .register(*register)
-                .and_then(|value| value.checked_add_signed(*offset))
-                .ok_or(UnwindStop::BadFrame),
-            CfaRule::Expression(expression) => eval.value(expression, None),
-        };
-        let cfa = match cfa {
+        let cfa = match eval.cfa(row.cfa()) {
             Ok(cfa) => cfa,
             Err(end) => return Some(Err(end)),
         };
@@ -412,6 +405,18 @@ struct Evaluator<'e, 't, S> {
 }
 
 impl<'t, S: UnwindSection<Slice<'t>>> Evaluator<'_, 't, S> {
+    /// Returns the canonical frame address, which `rule` defines.
+    fn cfa(&self, rule: &CfaRule<usize>) -> Result<u64, UnwindStop> {
+        match rule {
+            CfaRule::RegisterAndOffset { register, offset } => self
+                .frame
+                .register(*register)
+                .and_then(|value| value.checked_add_signed(*offset))
+                .ok_or(UnwindStop::BadFrame),
+            CfaRule::Expression(expression) => self.value(expression, None),
+        }
+    }
+
     /// Returns the value of a DWARF expression. `first` is the value with which the evaluation
     /// stack starts.
     fn value(&self, expression: &UnwindExpression<usize>, first: Option<u64>) -> Result<u64, UnwindStop> {

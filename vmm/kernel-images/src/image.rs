@@ -5,7 +5,7 @@
 
 use crate::btf::Btf;
 use crate::build_id::BuildId;
-use crate::elf;
+use crate::elf::{self, ParsedElf};
 use crate::error::{ImageCorruption, KernelImageError};
 use crate::kallsyms::{self, KallsymsError};
 use crate::orc::OrcTable;
@@ -32,7 +32,6 @@ impl KernelImage {
     ///
     /// # Errors
     /// Returns a [`KernelImageError`] if the file is not an ELF file or is for another processor.
-    #[expect(clippy::cast_possible_truncation, reason = "x86-64 only: usize has 64 bits")]
     pub fn parse(name: &str, bytes: &[u8]) -> Result<Self, KernelImageError> {
         const EM_X86_64: u16 = 62;
         let tables = elf::tables(name, bytes)?;
@@ -79,19 +78,11 @@ impl KernelImage {
         }
         // Several strings in the image resemble the kernel banner. The symbol `linux_banner`
         // identifies the actual one.
-        let banner = symbols
-            .as_ref()
-            .and_then(|s| s.by_name("linux_banner"))
-            .map_or_else(
-                || section(".rodata").and_then(|(_, data)| find_banner(data)),
-                |symbol| {
-                    let (at, data) = tables.sections.iter().find_map(|s| {
-                        let inside = symbol.address.checked_sub(s.virt)? < s.data.len() as u64;
-                        inside.then_some((s.virt, s.data))
-                    })?;
-                    find_banner(&data[(symbol.address - at) as usize..])
-                },
-            );
+        let symbol = symbols.as_ref().and_then(|s| s.by_name("linux_banner"));
+        let banner = match symbol {
+            Some(symbol) => data_at(&tables, symbol.address).and_then(find_banner),
+            None => section(".rodata").and_then(|(_, data)| find_banner(data)),
+        };
         Ok(Self {
             orc,
             btf,
@@ -212,6 +203,15 @@ fn entry_text(symbols: &KernelSymbols) -> std::ops::Range<u64> {
 
 /// Maximum length of the kernel banner, in bytes.
 const BANNER_MAX: usize = 512;
+
+/// Returns the rest of the section at the virtual address `address`, from this address on.
+#[expect(clippy::cast_possible_truncation, reason = "x86-64 only: usize has 64 bits")]
+fn data_at<'a>(tables: &ParsedElf<'a>, address: u64) -> Option<&'a [u8]> {
+    tables.sections.iter().find_map(|s| {
+        let offset = address.checked_sub(s.virt)?;
+        (offset < s.data.len() as u64).then(|| &s.data[offset as usize..])
+    })
+}
 
 /// Finds the kernel banner, the first line of the kernel log, in `data`.
 pub fn find_banner(data: &[u8]) -> Option<String> {

@@ -470,6 +470,7 @@ fn debugger() -> Vec<AllowedSyscall> {
     list
 }
 
+#[expect(clippy::too_many_lines, reason = "one line per system call")]
 fn main() -> Vec<AllowedSyscall> {
     let mut list = event_loop();
     list.extend(shared_memory());

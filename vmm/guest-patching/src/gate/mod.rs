@@ -201,15 +201,7 @@ impl GpHandlerInterception {
             .base
             .wrapping_add(GATE_BYTES * u64::from(GENERAL_PROTECTION));
         let at = served.map_or(gate, |(head, _)| head.address);
-        let mut memory = LinearMemory::new(&self.memory, state);
-        let places = memory.physical(at).zip(memory.physical(entry));
-        self.seen = places.and_then(|(code, entry)| {
-            let (code, entry) = (GuestAddress(code), GuestAddress(entry));
-            Some(HandlerSnapshot {
-                code: (code, self.memory.read_obj(code).ok()?),
-                entry: (entry, self.memory.read_obj(entry).ok()?),
-            })
-        });
+        self.seen = self.snapshot(at, entry, state);
         let looked = match served {
             Some((_, false)) => return GpHandlerCheckResult::Unchanged,
             Some((head, true)) => {
@@ -243,6 +235,17 @@ impl GpHandlerInterception {
             }
         }
         looked
+    }
+
+    /// Reads the code at the linear address `at` and the IDT entry at `entry`.
+    fn snapshot(&self, at: u64, entry: u64, state: &VcpuState) -> Option<HandlerSnapshot> {
+        let mut memory = LinearMemory::new(&self.memory, state);
+        let (code, entry) = memory.physical(at).zip(memory.physical(entry))?;
+        let (code, entry) = (GuestAddress(code), GuestAddress(entry));
+        Some(HandlerSnapshot {
+            code: (code, self.memory.read_obj(code).ok()?),
+            entry: (entry, self.memory.read_obj(entry).ok()?),
+        })
     }
 
     fn place(&self, gate: u64) -> String {

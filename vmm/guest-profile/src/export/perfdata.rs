@@ -457,12 +457,36 @@ impl<W: Write + Seek> PerfDataWriter<W> {
     }
 
     /// Writes the features, the saved symbols and the final header. Returns the flushed writer.
+    pub fn finish(mut self, symbols: &[ProfileSymbol]) -> io::Result<W> {
+        let end = self.data_start + self.data_len;
+        let features = self.features();
+        let mut bits = [0u64; 4];
+        let mut table = Vec::new();
+        let mut at = end + 16 * features.len() as u64;
+        for (bit, bytes) in &features {
+            bits[(bit / 64) as usize] |= 1 << (bit % 64);
+            put64(&mut table, at);
+            put64(&mut table, bytes.len() as u64);
+            at += bytes.len() as u64;
+        }
+        self.out.write_all(&table)?;
+        for (_, bytes) in &features {
+            self.out.write_all(bytes)?;
+        }
+        if !symbols.is_empty() {
+            self.write_symbols(symbols, at)?;
+        }
+        self.out.flush()?;
+        self.write_header(self.data_len, bits)?;
+        Ok(self.out)
+    }
+
+    /// Returns the bit and the contents of each feature section, in the order of the bits.
     #[expect(
         clippy::cast_possible_truncation,
         reason = "words of a command line and events are far fewer"
     )]
-    pub fn finish(mut self, symbols: &[ProfileSymbol]) -> io::Result<W> {
-        let end = self.data_start + self.data_len;
+    fn features(&self) -> Vec<(u32, Vec<u8>)> {
         let mut features: Vec<(u32, Vec<u8>)> = vec![
             (feature::HOSTNAME, string(&self.meta.hostname)),
             (feature::OSRELEASE, string(&self.meta.os_release)),
@@ -518,33 +542,21 @@ impl<W: Write + Seek> PerfDataWriter<W> {
         }
         // Feature sections are stored in the order of their bits.
         features.sort_by_key(|(bit, _)| *bit);
-        let mut bits = [0u64; 4];
-        let mut table = Vec::new();
-        let mut at = end + 16 * features.len() as u64;
-        for (bit, bytes) in &features {
-            bits[(bit / 64) as usize] |= 1 << (bit % 64);
-            put64(&mut table, at);
-            put64(&mut table, bytes.len() as u64);
-            at += bytes.len() as u64;
-        }
-        self.out.write_all(&table)?;
-        for (_, bytes) in &features {
-            self.out.write_all(bytes)?;
-        }
-        if !symbols.is_empty() {
-            let mut gzip = flate2::write::GzEncoder::new(Vec::new(), flate2::Compression::default());
-            serde_json::to_writer(&mut gzip, symbols)?;
-            let packed = gzip.finish()?;
-            self.out.write_all(&packed)?;
-            let mut footer = Vec::new();
-            put64(&mut footer, at);
-            put64(&mut footer, packed.len() as u64);
-            footer.extend_from_slice(FOOTER_MAGIC);
-            self.out.write_all(&footer)?;
-        }
-        self.out.flush()?;
-        self.write_header(self.data_len, bits)?;
-        Ok(self.out)
+        features
+    }
+
+    /// Writes the compressed symbols, which begin at the file offset `at`, and the footer that
+    /// locates them.
+    fn write_symbols(&mut self, symbols: &[ProfileSymbol], at: u64) -> io::Result<()> {
+        let mut gzip = flate2::write::GzEncoder::new(Vec::new(), flate2::Compression::default());
+        serde_json::to_writer(&mut gzip, symbols)?;
+        let packed = gzip.finish()?;
+        self.out.write_all(&packed)?;
+        let mut footer = Vec::new();
+        put64(&mut footer, at);
+        put64(&mut footer, packed.len() as u64);
+        footer.extend_from_slice(FOOTER_MAGIC);
+        self.out.write_all(&footer)
     }
 
     /// Returns the contents of the build-ID section: one record per known build ID.

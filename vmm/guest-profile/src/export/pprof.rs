@@ -9,7 +9,7 @@ use std::io::{self, Write};
 use prost::Message;
 
 use super::symbolize::{Symbolizer, task_label};
-use super::{ChainFrame, EventSamplingRate, Profile, frames};
+use super::{ChainFrame, EventSamplingRate, Profile, ProfileSample, frames};
 
 /// Messages of <https://github.com/google/pprof/blob/main/proto/profile.proto>, with the same field
 /// numbers.
@@ -225,17 +225,8 @@ impl SampleLabel {
     }
 }
 
-/// Writes a profile in pprof's format. Each sample gets the given labels.
-pub fn write(
-    profile: &Profile,
-    symbols: &mut Symbolizer<'_>,
-    labels: &[SampleLabel],
-    out: impl Write,
-) -> io::Result<()> {
-    let mut strings = StringTable {
-        list: vec![String::new()],
-        index: HashMap::from([(String::new(), 0)]),
-    };
+/// Returns a pprof profile with the sample types and times of `profile`, without samples.
+fn header(profile: &Profile, strings: &mut StringTable) -> proto::Profile {
     let mut p = proto::Profile::default();
     let unit = strings.id("count");
     let first = profile.events.first();
@@ -263,6 +254,41 @@ pub fn write(
         .zip(times().min())
         .and_then(|(clock, first_ns)| i64::try_from(clock.wall_clock_ns(first_ns)).ok())
         .unwrap_or(0);
+    p
+}
+
+/// Returns the label `label` of the sample `s`.
+fn sample_label(
+    label: SampleLabel,
+    profile: &Profile,
+    s: &ProfileSample<'_>,
+    strings: &mut StringTable,
+) -> proto::Label {
+    let key = strings.id(label.name());
+    let (str, num) = match label {
+        SampleLabel::Task => (strings.id(&task_label(profile, s.tid, s.cr3, s.time_ns)), 0),
+        SampleLabel::Event => {
+            let event = profile.event(s.event_id).map_or("unknown", |e| e.name.as_str());
+            (strings.id(event), 0)
+        }
+        SampleLabel::Vcpu => (0, i64::from(s.vcpu)),
+        SampleLabel::Pid => (0, i64::from(s.pid.cast_signed())),
+    };
+    proto::Label { key, str, num }
+}
+
+/// Writes a profile in pprof's format. Each sample gets the given labels.
+pub fn write(
+    profile: &Profile,
+    symbols: &mut Symbolizer<'_>,
+    labels: &[SampleLabel],
+    out: impl Write,
+) -> io::Result<()> {
+    let mut strings = StringTable {
+        list: vec![String::new()],
+        index: HashMap::from([(String::new(), 0)]),
+    };
+    let mut p = header(profile, &mut strings);
     let mut places = LocationTable::default();
     let mut stacks: HashMap<(Vec<u64>, Vec<proto::Label>), usize> = HashMap::new();
     for s in profile.samples() {
@@ -272,19 +298,7 @@ pub fn write(
         let period = i64::try_from(s.period).unwrap_or(i64::MAX);
         let label: Vec<proto::Label> = labels
             .iter()
-            .map(|label| {
-                let key = strings.id(label.name());
-                let (str, num) = match label {
-                    SampleLabel::Task => (strings.id(&task_label(profile, s.tid, s.cr3, s.time_ns)), 0),
-                    SampleLabel::Event => {
-                        let event = profile.event(s.event_id).map_or("unknown", |e| e.name.as_str());
-                        (strings.id(event), 0)
-                    }
-                    SampleLabel::Vcpu => (0, i64::from(s.vcpu)),
-                    SampleLabel::Pid => (0, i64::from(s.pid.cast_signed())),
-                };
-                proto::Label { key, str, num }
-            })
+            .map(|label| sample_label(*label, profile, &s, &mut strings))
             .collect();
         let key = (location_id.clone(), label.clone());
         if let Some(&at) = stacks.get(&key) {

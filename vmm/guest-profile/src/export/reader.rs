@@ -6,9 +6,9 @@ use std::os::unix::fs::{FileTypeExt, MetadataExt, OpenOptionsExt};
 use std::path::Path;
 
 use linux_perf_data::linux_perf_event_reader::{
-    CpuMode, EventRecord, Mmap2FileId, RawEventRecord, RecordType, SampleFormat,
+    CpuMode, EventRecord, Mmap2FileId, MmapRecord, RawEventRecord, RecordType, SampleFormat, SampleRecord,
 };
-use linux_perf_data::{DsoKey, PerfFileReader, PerfFileRecord, UserRecordType};
+use linux_perf_data::{DsoKey, PerfFile, PerfFileReader, PerfFileRecord, UserRecordType};
 
 use super::context::{CONTEXT_KERNEL, CONTEXT_USER};
 use super::perfdata::{
@@ -220,32 +220,8 @@ pub fn read(bytes: &[u8]) -> Result<Profile, ProfileReadError> {
         mut perf_file,
         mut record_iter,
     } = PerfFileReader::parse_file(Cursor::new(bytes)).map_err(ProfileReadError::Broken)?;
-    let text = |s: Result<Option<&str>, _>| s.ok().flatten().unwrap_or_default().to_owned();
     let mut profile = Profile {
-        meta: ProfileMetadata {
-            thread_switches: false,
-            hostname: text(perf_file.hostname()),
-            os_release: text(perf_file.os_release()),
-            vcpus: perf_file
-                .nr_cpus()
-                .ok()
-                .flatten()
-                .map_or(0, |n| n.nr_cpus_available),
-            command: perf_file
-                .cmdline()
-                .ok()
-                .flatten()
-                .map_or_else(Vec::new, |words| words.into_iter().map(str::to_owned).collect()),
-            form: ProfilePerspective::InGuest,
-            clock: perf_file
-                .clock_data()
-                .ok()
-                .flatten()
-                .map(|clock| ClockCorrelation {
-                    wall_ns: clock.wall_clock_ns,
-                    clock_ns: clock.clockid_time_ns,
-                }),
-        },
+        meta: metadata(&perf_file),
         symbols: saved_symbols(bytes),
         ..Profile::default()
     };
@@ -287,20 +263,47 @@ pub fn read(bytes: &[u8]) -> Result<Profile, ProfileReadError> {
             Err(e) => return Err(ProfileReadError::Broken(e)),
         }
     }
-    if let Ok(ids) = perf_file.build_ids() {
-        let id_of = |path: &str, mode| {
-            let info = ids.get(&DsoKey::detect(path.as_bytes(), mode)?)?;
-            BuildId::new(&info.build_id)
-        };
-        if let Some(kernel) = &mut profile.kernel {
-            kernel.build_id = id_of(KERNEL_NAME, CpuMode::Kernel);
-        }
-        for mapping in profile.mappings.iter_mut().filter(|m| m.build_id.is_none()) {
-            mapping.build_id = id_of(&mapping.path, CpuMode::User);
-        }
-    }
+    set_build_ids(&mut profile, &perf_file);
     plain_names(&mut profile);
     Ok(profile)
+}
+
+/// Returns the properties of the machine and of the recording.
+fn metadata(file: &PerfFile) -> ProfileMetadata {
+    let text = |s: Result<Option<&str>, _>| s.ok().flatten().unwrap_or_default().to_owned();
+    ProfileMetadata {
+        thread_switches: false,
+        hostname: text(file.hostname()),
+        os_release: text(file.os_release()),
+        vcpus: file.nr_cpus().ok().flatten().map_or(0, |n| n.nr_cpus_available),
+        command: file
+            .cmdline()
+            .ok()
+            .flatten()
+            .map_or_else(Vec::new, |words| words.into_iter().map(str::to_owned).collect()),
+        form: ProfilePerspective::InGuest,
+        clock: file.clock_data().ok().flatten().map(|clock| ClockCorrelation {
+            wall_ns: clock.wall_clock_ns,
+            clock_ns: clock.clockid_time_ns,
+        }),
+    }
+}
+
+/// Sets the build IDs of the kernel and of the mapped files that the records do not contain.
+fn set_build_ids(profile: &mut Profile, file: &PerfFile) {
+    let Ok(ids) = file.build_ids() else {
+        return;
+    };
+    let id_of = |path: &str, mode| {
+        let info = ids.get(&DsoKey::detect(path.as_bytes(), mode)?)?;
+        BuildId::new(&info.build_id)
+    };
+    if let Some(kernel) = &mut profile.kernel {
+        kernel.build_id = id_of(KERNEL_NAME, CpuMode::Kernel);
+    }
+    for mapping in profile.mappings.iter_mut().filter(|m| m.build_id.is_none()) {
+        mapping.build_id = id_of(&mapping.path, CpuMode::User);
+    }
 }
 
 /// Replaces control characters in untrusted names, so that they cannot affect a terminal.
@@ -493,6 +496,7 @@ fn pid(raw: i32) -> u32 {
     raw.cast_unsigned()
 }
 
+/// Adds the contents of `record` to `profile`.
 fn add(
     profile: &mut Profile,
     record: &EventRecord<'_>,
@@ -502,72 +506,14 @@ fn add(
 ) {
     let time_ns = time.unwrap_or(0);
     match record {
-        EventRecord::Sample(s) => {
-            let chain: Vec<u64> = s.callchain.map_or_else(Vec::new, |c| {
-                (0..c.len()).filter_map(|i| c.get(i)).map(marker_for_us).collect()
-            });
-            let user = matches!(s.cpu_mode, CpuMode::GuestUser | CpuMode::User);
-            if matches!(s.cpu_mode, CpuMode::GuestUser | CpuMode::GuestKernel) {
-                profile.meta.form = ProfilePerspective::AsHost;
-            }
-            let ours = s.raw.and_then(|raw| PerfDataRawSample::read(&raw.as_slice()));
-            let unknown = (0, if user { 3 } else { 0 }, UnwindStopReasons::default());
-            let (cr3, cpl, ends) = ours.unwrap_or(unknown);
-            let mut sample = ProfileSample {
-                time_ns: s.timestamp.unwrap_or(time_ns),
-                vcpu: s.cpu.unwrap_or(0),
-                pid: s.pid.map_or(NO_PID, pid),
-                tid: s.tid.map_or(NO_PID, pid),
-                cpl,
-                ip: s.ip.unwrap_or(0),
-                cr3,
-                period: s.period.unwrap_or(1),
-                event_id,
-                ends,
-                branches,
-                chain: &chain,
-            };
-            // The writer gives such a chain to samples without one.
-            if ours.is_some()
-                && ends == UnwindStopReasons::default()
-                && chain == [own_marker(&sample), sample.ip]
-            {
-                sample.chain = &[];
-            }
-            profile.push(&sample);
-        }
+        EventRecord::Sample(s) => add_sample(profile, s, time_ns, event_id, branches),
         EventRecord::Comm(c) => profile.tasks.push(TaskName {
             time_ns,
             pid: pid(c.pid),
             tid: pid(c.tid),
             comm: String::from_utf8_lossy(&c.name.as_slice()).into_owned(),
         }),
-        EventRecord::Mmap(m) => {
-            let path = String::from_utf8_lossy(&m.path.as_slice()).into_owned();
-            let symbol = path.strip_prefix(GUEST_KERNEL_NAME);
-            if let Some(symbol) = symbol.or_else(|| path.strip_prefix(KERNEL_NAME)) {
-                if m.cpu_mode == CpuMode::GuestKernel {
-                    profile.meta.form = ProfilePerspective::AsHost;
-                }
-                profile.kernel = Some(KernelTextMap {
-                    start: m.address,
-                    len: m.length,
-                    reference_symbol: symbol.to_owned(),
-                    reference_address: m.page_offset,
-                    build_id: None,
-                });
-            } else if m.is_executable {
-                profile.mappings.push(FileMapping {
-                    time_ns,
-                    pid: pid(m.pid),
-                    start: m.address,
-                    len: m.length,
-                    file_offset: m.page_offset,
-                    path,
-                    build_id: None,
-                });
-            }
-        }
+        EventRecord::Mmap(m) => add_mapping(profile, m, time_ns),
         EventRecord::Mmap2(m) => profile.mappings.push(FileMapping {
             time_ns,
             pid: pid(m.pid),
@@ -582,6 +528,73 @@ fn add(
         }),
         EventRecord::Lost(l) => profile.lost = profile.lost.saturating_add(l.count),
         _ => {}
+    }
+}
+
+/// Adds a sample. `time_ns` is its time if the sample itself has none.
+fn add_sample(
+    profile: &mut Profile,
+    s: &SampleRecord<'_>,
+    time_ns: u64,
+    event_id: u64,
+    branches: &[SampledBranch],
+) {
+    let chain: Vec<u64> = s.callchain.map_or_else(Vec::new, |c| {
+        (0..c.len()).filter_map(|i| c.get(i)).map(marker_for_us).collect()
+    });
+    let user = matches!(s.cpu_mode, CpuMode::GuestUser | CpuMode::User);
+    if matches!(s.cpu_mode, CpuMode::GuestUser | CpuMode::GuestKernel) {
+        profile.meta.form = ProfilePerspective::AsHost;
+    }
+    let ours = s.raw.and_then(|raw| PerfDataRawSample::read(&raw.as_slice()));
+    let unknown = (0, if user { 3 } else { 0 }, UnwindStopReasons::default());
+    let (cr3, cpl, ends) = ours.unwrap_or(unknown);
+    let mut sample = ProfileSample {
+        time_ns: s.timestamp.unwrap_or(time_ns),
+        vcpu: s.cpu.unwrap_or(0),
+        pid: s.pid.map_or(NO_PID, pid),
+        tid: s.tid.map_or(NO_PID, pid),
+        cpl,
+        ip: s.ip.unwrap_or(0),
+        cr3,
+        period: s.period.unwrap_or(1),
+        event_id,
+        ends,
+        branches,
+        chain: &chain,
+    };
+    // The writer gives such a chain to samples without one.
+    if ours.is_some() && ends == UnwindStopReasons::default() && chain == [own_marker(&sample), sample.ip] {
+        sample.chain = &[];
+    }
+    profile.push(&sample);
+}
+
+/// Adds the mapping of the kernel's text or of an executable file.
+fn add_mapping(profile: &mut Profile, m: &MmapRecord<'_>, time_ns: u64) {
+    let path = String::from_utf8_lossy(&m.path.as_slice()).into_owned();
+    let symbol = path.strip_prefix(GUEST_KERNEL_NAME);
+    if let Some(symbol) = symbol.or_else(|| path.strip_prefix(KERNEL_NAME)) {
+        if m.cpu_mode == CpuMode::GuestKernel {
+            profile.meta.form = ProfilePerspective::AsHost;
+        }
+        profile.kernel = Some(KernelTextMap {
+            start: m.address,
+            len: m.length,
+            reference_symbol: symbol.to_owned(),
+            reference_address: m.page_offset,
+            build_id: None,
+        });
+    } else if m.is_executable {
+        profile.mappings.push(FileMapping {
+            time_ns,
+            pid: pid(m.pid),
+            start: m.address,
+            len: m.length,
+            file_offset: m.page_offset,
+            path,
+            build_id: None,
+        });
     }
 }
 

@@ -18,35 +18,16 @@ pub(super) fn walk_user<M: GuestPhys + ?Sized>(
         return end;
     }
     let width = if user.wide { 8 } else { 4 };
-    let read = |space: &mut AddressSpace<'_, M>, at: u64, budget: &mut GuestMemoryReadBudget| {
-        if !space.is_user_half(at) {
-            return Err(UnwindStop::BadFrame);
-        }
-        if user.wide {
-            space.read_u64(at, budget)
-        } else {
-            space.read_u32(at, budget).map(u64::from)
-        }
-        .map_err(end_of)
-    };
     let (mut bp, mut floor) = (user.bp, user.sp);
     if user.wide {
         match fix_first_frame(space, &user, budget) {
             FrameFix::None => {}
             FrameFix::ReturnAt(at, why) => {
-                let sure = why == Evidence::Instruction;
-                if let Ok(ip) = read(space, at, budget)
-                    && ip != 0
-                    && space.is_user_half(ip)
-                    && match why {
-                        Evidence::Instruction => true,
-                        Evidence::SystemCall => follows_call(space, ip, budget),
-                        Evidence::Leaf => called_leaf(space, ip, user.ip, budget),
-                    }
-                {
+                if let Some(ip) = confirmed_caller(space, &user, at, why, budget) {
                     // If the function has already set up its frame, the frame pointer leads to the
                     // same caller, which is not added twice.
-                    let known = !sure && read(space, bp.wrapping_add(8), budget) == Ok(ip);
+                    let sure = why == Evidence::Instruction;
+                    let known = !sure && read_word(space, true, bp.wrapping_add(8), budget) == Ok(ip);
                     if !known {
                         *guessed |= !sure;
                         if let Err(end) = out.frame(ip) {
@@ -72,8 +53,8 @@ pub(super) fn walk_user<M: GuestPhys + ?Sized>(
         let frame = if user.wide && space.is_user_half(bp.wrapping_add(8)) {
             space.read_pair(bp, budget).map_err(end_of)
         } else {
-            let ip = read(space, bp.wrapping_add(width), budget);
-            ip.and_then(|ip| Ok((read(space, bp, budget)?, ip)))
+            let ip = read_word(space, user.wide, bp.wrapping_add(width), budget);
+            ip.and_then(|ip| Ok((read_word(space, user.wide, bp, budget)?, ip)))
         };
         let (next, ip) = match frame {
             Ok(frame) => frame,
@@ -92,6 +73,44 @@ pub(super) fn walk_user<M: GuestPhys + ?Sized>(
         floor = bp + width;
         bp = next;
     }
+}
+
+/// Reads a word of the user's stack, which has 8 bytes if `wide` is set and 4 otherwise.
+fn read_word<M: GuestPhys + ?Sized>(
+    space: &mut AddressSpace<'_, M>,
+    wide: bool,
+    at: u64,
+    budget: &mut GuestMemoryReadBudget,
+) -> Result<u64, UnwindStop> {
+    if !space.is_user_half(at) {
+        return Err(UnwindStop::BadFrame);
+    }
+    if wide {
+        space.read_u64(at, budget)
+    } else {
+        space.read_u32(at, budget).map(u64::from)
+    }
+    .map_err(end_of)
+}
+
+/// Returns the return address at the stack address `at`, if the code before it confirms `why`.
+fn confirmed_caller<M: GuestPhys + ?Sized>(
+    space: &mut AddressSpace<'_, M>,
+    user: &UserRegs,
+    at: u64,
+    why: Evidence,
+    budget: &mut GuestMemoryReadBudget,
+) -> Option<u64> {
+    let ip = read_word(space, user.wide, at, budget).ok()?;
+    if ip == 0 || !space.is_user_half(ip) {
+        return None;
+    }
+    let is_confirmed = match why {
+        Evidence::Instruction => true,
+        Evidence::SystemCall => follows_call(space, ip, budget),
+        Evidence::Leaf => called_leaf(space, ip, user.ip, budget),
+    };
+    is_confirmed.then_some(ip)
 }
 
 enum FrameFix {
