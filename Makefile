@@ -268,10 +268,11 @@ many-vms: build
 compare: lab-files
 	$(CARGO) run --release --bin compare -- $(if $(ROUNDS),--rounds $(ROUNDS))
 
-## compare-disk: the Debian image under Perfvisor and under QEMU, by turns: login, disk, network, memory (ROUNDS=3 ALSO="--halt-poll-ns host")
+## compare-disk: the Debian image under Perfvisor and under QEMU, by turns: login, disk, network, memory (ROUNDS=3 LOADS=deep,receive ALSO="--halt-poll-ns host")
 .PHONY: compare-disk
 compare-disk: lab-files debian
-	$(CARGO) run --release --bin compare-disk -- $(if $(ROUNDS),--rounds $(ROUNDS)) $(if $(ALSO),--also "$(ALSO)")
+	$(CARGO) run --release --bin compare-disk -- $(if $(ROUNDS),--rounds $(ROUNDS)) $(if $(LOADS),--loads $(LOADS)) \
+		$(if $(ALSO),--also "$(ALSO)")
 
 ## compare-start: a small Linux guest to its init, Perfvisor and QEMU by turns, in the lab (ROUNDS=7)
 .PHONY: compare-start
