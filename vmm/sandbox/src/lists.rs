@@ -410,6 +410,7 @@ fn images() -> Vec<AllowedSyscall> {
         Sysno::pwritev,
         Sysno::preadv2,
         Sysno::pwritev2,
+        Sysno::fadvise64,
         Sysno::fsync,
         Sysno::fdatasync,
         Sysno::fallocate,

@@ -157,16 +157,25 @@ impl DiskImage {
         .filter(|_| !self.read_only)
     }
 
-    /// Reads the disk from byte offset `at` into segments of guest memory. The caller must have
-    /// checked the range against [`DiskImage::sectors`].
+    /// Reads the disk from byte offset `at` into segments of guest memory. Returns whether the data
+    /// was in the host's page cache, or `true` if this is unknown. The caller must have checked the
+    /// range against [`DiskImage::sectors`].
     ///
     /// # Errors
     /// Returns the error of the host, `UnexpectedEof` if the image has been truncated, or
     /// `InvalidInput` without an OS error code if `pieces` are outside guest RAM.
-    pub fn read(&self, memory: &GuestMemoryMmap, pieces: &[GuestMemorySegment], at: u64) -> io::Result<()> {
+    pub fn read(&self, memory: &GuestMemoryMmap, pieces: &[GuestMemorySegment], at: u64) -> io::Result<bool> {
         match &self.store {
             ImageStore::Raw(image) => image.read(memory, pieces, at),
-            ImageStore::Qcow2(image) => image.read(memory, pieces, at),
+            ImageStore::Qcow2(image) => image.read(memory, pieces, at).map(|()| true),
+        }
+    }
+
+    /// Asks the host to load `bytes` bytes of a raw image at byte offset `at` to its page cache,
+    /// without waiting. Has no effect on other images.
+    pub fn prefetch(&self, at: u64, bytes: u64) {
+        if let ImageStore::Raw(image) = &self.store {
+            image.prefetch(at, bytes);
         }
     }
 

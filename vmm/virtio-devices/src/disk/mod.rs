@@ -9,14 +9,17 @@
 //! | [`raw`] | raw images, with direct transfers from and to guest memory |
 //! | [`qcow2`] | qcow2 images and their backing files |
 //! | [`view`] | read-only access to an image that a VM may be using |
+//! | `prefetch` | look-ahead in the queue |
 //! | [`request`] | request parsing and execution |
 //!
 //! The disk's thread processes requests sequentially, at the pace of its rate limiter. Data of a
-//! raw disk is not copied by the VMM: the kernel transfers it directly from and to guest memory.
+//! raw disk is not copied by the VMM: the kernel transfers it directly from and to guest memory. If
+//! reads miss the host's page cache, the thread prefetches the data of the reads in the queue.
 
 pub mod config;
 pub mod image;
 pub mod open;
+mod prefetch;
 pub mod qcow2;
 pub mod raw;
 pub mod request;
@@ -43,6 +46,7 @@ use vm_memory::GuestMemoryMmap;
 use self::config::{DiskConfig, MAX_SERIAL};
 use self::image::{DiskImage, DiskImageError};
 use self::open::{FileLock, SECTOR_BYTES};
+use self::prefetch::ReadPrefetcher;
 use self::request::{
     BlockRequestError, DiskBackend, MAX_RANGE_SECTORS, MAX_RANGES, MAX_SEGMENT_BYTES, MAX_SEGMENTS,
 };
@@ -196,6 +200,11 @@ impl VirtioDevice for BlockDevice {
                 serial: self.serial,
                 write_through: activation.features & 1 << VIRTIO_BLK_F_FLUSH == 0,
             },
+            // Prefetching would exceed a rate limit.
+            prefetcher: match self.limiter {
+                None => ReadPrefetcher::new(&queue.queue),
+                Some(_) => None,
+            },
             queue,
             memory: activation.memory,
             config_change: activation.config_change,
@@ -244,6 +253,7 @@ struct BlockHandler {
     name: String,
     disk: DiskBackend,
     queue: ActiveQueue,
+    prefetcher: Option<ReadPrefetcher>,
     memory: GuestMemoryMmap,
     config_change: ConfigChangeNotifier,
     limiter: Option<Arc<RateLimiter>>,
@@ -255,9 +265,16 @@ impl BlockHandler {
     fn serve(&mut self) {
         let mut failed: Option<io::Error> = None;
         let (disk, memory, limiter) = (&self.disk, &self.memory, self.limiter.as_deref());
+        let prefetcher = &mut self.prefetcher;
         let admits = || limiter.is_none_or(RateLimiter::admit);
         let served = serve_queue_while(&mut self.queue, memory, admits, |chain| {
+            if let Some(prefetcher) = prefetcher {
+                prefetcher.before_request(disk, memory);
+            }
             let request = disk.serve(memory, chain);
+            if let Some(prefetcher) = prefetcher {
+                prefetcher.after_request(request.missed);
+            }
             if let Some(limiter) = limiter {
                 limiter.charge(request.transferred);
             }

@@ -1,11 +1,13 @@
 //! Raw images, with direct transfers from and to guest memory.
-#![expect(unsafe_code, reason = "preadv, pwritev and fallocate")]
+#![expect(unsafe_code, reason = "preadv, preadv2, pwritev and fallocate")]
 
 use std::fs::File;
 use std::io;
 use std::os::fd::AsRawFd;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use libc::{c_int, iovec, off_t};
+use nix::fcntl::{PosixFadviseAdvice, posix_fadvise};
 use smallvec::SmallVec;
 use vm_memory::{GuestAddress, GuestMemoryBackend, GuestMemoryMmap};
 
@@ -21,24 +23,55 @@ pub type GuestMemorySegment = (GuestAddress, usize);
 #[derive(Debug)]
 pub struct RawDiskImage {
     file: File,
+    /// `true` if the file system can read without waiting for the disk (`RWF_NOWAIT`), as far as
+    /// known.
+    reads_nowait: AtomicBool,
 }
 
 impl RawDiskImage {
     /// Creates a raw disk image from the open file `file`.
     pub fn new(file: File) -> Self {
-        Self { file }
+        Self {
+            file,
+            reads_nowait: AtomicBool::new(true),
+        }
     }
 
-    /// Reads the disk from byte offset `at` into segments of guest memory.
+    /// Reads the disk from byte offset `at` into segments of guest memory. Returns whether the data
+    /// was in the host's page cache, or `true` if this is unknown.
     ///
     /// # Errors
     /// Returns the error of the host, `UnexpectedEof` if the image has been truncated, or
     /// `InvalidInput` without an OS error code if `pieces` are outside guest RAM.
-    pub fn read(&self, memory: &GuestMemoryMmap, pieces: &[GuestMemorySegment], at: u64) -> io::Result<()> {
-        // SAFETY: `transfer` passes segments of guest memory, which stay mapped during the call.
+    pub fn read(&self, memory: &GuestMemoryMmap, pieces: &[GuestMemorySegment], at: u64) -> io::Result<bool> {
+        if self.reads_nowait.load(Ordering::Relaxed) {
+            // SAFETY: `transfer` passes segments of guest memory, which stay mapped during the call.
+            let cached = self.transfer(memory, pieces, at, |fd, vecs, count, at| unsafe {
+                libc::preadv2(fd, vecs, count, at, libc::RWF_NOWAIT)
+            });
+            match cached {
+                Ok(()) => return Ok(true),
+                // For example tmpfs.
+                Err(error) if error.raw_os_error() == Some(libc::EOPNOTSUPP) => {
+                    self.reads_nowait.store(false, Ordering::Relaxed);
+                }
+                // The data is not in the page cache, or the call below reports the error.
+                Err(_) => {}
+            }
+        }
+        // SAFETY: as above.
         self.transfer(memory, pieces, at, |fd, vecs, count, at| unsafe {
             libc::preadv(fd, vecs, count, at)
-        })
+        })?;
+        Ok(!self.reads_nowait.load(Ordering::Relaxed))
+    }
+
+    /// Asks the host to load `bytes` bytes at byte offset `at` to its page cache, without waiting.
+    pub fn prefetch(&self, at: u64, bytes: u64) {
+        if let (Ok(at), Ok(bytes)) = (off_t::try_from(at), off_t::try_from(bytes)) {
+            // Errors are ignored, because the call is only a hint.
+            let _ = posix_fadvise(&self.file, at, bytes, PosixFadviseAdvice::POSIX_FADV_WILLNEED);
+        }
     }
 
     /// Writes segments of guest memory to the disk at byte offset `at`.

@@ -27,6 +27,9 @@ pub const MAX_SEGMENT_BYTES: u32 = 128 << 10;
 /// request would block it. Segments may overlap, so the size of guest memory does not limit a
 /// request.
 pub const MAX_REQUEST_BYTES: u64 = MAX_SEGMENTS as u64 * MAX_SEGMENT_BYTES as u64;
+/// Maximum size of a read to prefetch, in bytes. The limit bounds the memory that prefetching the
+/// whole queue uses. The host itself reads ahead for longer reads.
+const MAX_PREFETCH_BYTES: u64 = 128 << 10;
 /// Maximum number of descriptors in a request, including header and status.
 const MAX_DESCRIPTORS: usize = MAX_SEGMENTS + 2;
 /// Maximum number of ranges in a discard or write-zeroes request. Their number and size are limited
@@ -82,6 +85,8 @@ pub struct CompletedBlockRequest {
     /// Number of bytes read, written or zeroed, for rate limits. After an error of the image, the
     /// number that the guest requested.
     pub transferred: u64,
+    /// `true` if a read had to wait for the host's disk.
+    pub missed: bool,
     /// Result of the request's operation.
     pub outcome: Result<(), BlockRequestError>,
 }
@@ -94,6 +99,7 @@ impl DiskBackend {
             return CompletedBlockRequest {
                 written: 0,
                 transferred: 0,
+                missed: false,
                 outcome: Err(BlockRequestError::Guest),
             };
         };
@@ -113,7 +119,23 @@ impl DiskBackend {
         CompletedBlockRequest {
             written,
             transferred: request.transferred,
+            missed: request.missed,
             outcome,
+        }
+    }
+
+    /// Prefetches the data of the request in a descriptor chain, if it is a read of up to
+    /// [`MAX_PREFETCH_BYTES`].
+    pub fn prefetch(&self, memory: &GuestMemoryMmap, chain: GuestDescriptorChain<'_>) {
+        let Some(request) = DiskRequest::parse(memory, chain) else {
+            return;
+        };
+        let bytes = length(&request.to_guest);
+        if request.kind == VIRTIO_BLK_T_IN
+            && bytes <= MAX_PREFETCH_BYTES
+            && let Ok(at) = self.place(request.sector, bytes)
+        {
+            self.image.prefetch(at, bytes);
         }
     }
 
@@ -132,7 +154,7 @@ impl DiskBackend {
                 let bytes = bounded(&request.to_guest)?;
                 let at = self.place(request.sector, bytes)?;
                 request.transferred = bytes;
-                self.image.read(memory, &request.to_guest, at)?;
+                request.missed = !self.image.read(memory, &request.to_guest, at)?;
                 return u32::try_from(bytes).map_err(|_| BlockRequestError::Guest);
             }
             VIRTIO_BLK_T_OUT => {
@@ -234,6 +256,8 @@ struct DiskRequest {
     status: GuestMemorySegment,
     /// Number of bytes that the image has been asked to read, write or zero so far.
     transferred: u64,
+    /// `true` if a read had to wait for the host's disk.
+    missed: bool,
 }
 
 impl DiskRequest {
@@ -269,6 +293,7 @@ impl DiskRequest {
             to_guest,
             status: (status, 1),
             transferred: 0,
+            missed: false,
         })
     }
 }
