@@ -222,72 +222,81 @@ pub fn ctl(args: &CtlArgs) -> Result<ExitStatus, CtlError> {
         }
     };
     let mut client = connect(args.name.as_deref(), args.socket.as_deref())?;
-    if let CtlAction::Snapshot { dir, diff, stop } = &args.action {
-        let saved = snapshot::take(&mut client, dir, diff, *stop)?;
-        if *stop {
-            wait_for_end(&mut client)?;
-        }
-        print(&format!(
-            "{}: snapshot in {}, {saved}\n",
-            client.info().name,
-            dir.display(),
-        ))?;
-        return Ok(DONE);
-    }
-    if let CtlAction::Migrate {
-        address,
-        stream,
-        downtime,
-        force,
-    } = &args.action
-    {
-        let options = MigrateOptions {
-            stream: *stream,
-            downtime: *downtime,
-            force: *force,
-        };
-        print(&migrate::migrate(client, address, options)?)?;
-        return Ok(DONE);
-    }
-    match args.action {
+    match &args.action {
         CtlAction::Pause => pause(&mut client)?,
         CtlAction::Stop => stop(&mut client)?,
-        CtlAction::Status { json } => {
-            let info: VmInfo = client.call(request::Status)?;
-            if json {
-                return print_json(&info);
-            }
-            print_status(&info)?;
-            print(&settings_text(&info))?;
-            return Ok(DONE);
-        }
-        CtlAction::Limits { json } => {
-            let limiters = client.call(request::RateLimiters)?;
-            if json {
-                return print_json(&limiters);
-            }
-            print(&limits_text(&limiters))?;
-            return Ok(DONE);
-        }
+        CtlAction::Status { json } => return show_status(&mut client, *json),
+        CtlAction::Limits { json } => return show_limits(&mut client, *json),
         CtlAction::Vcpus { count, wait } => {
-            vcpus(&mut client, count, wait)?;
-            let info: VmInfo = client.call(request::Status)?;
-            return print_status(&info);
+            vcpus(&mut client, *count, *wait)?;
+            return print_status(&client.call(request::Status)?);
         }
         CtlAction::Balloon { size_mib, json } => {
-            balloon(&mut client, size_mib, json)?;
+            balloon(&mut client, *size_mib, *json)?;
             return Ok(DONE);
         }
-        CtlAction::Snapshot { .. }
-        | CtlAction::Migrate { .. }
-        | CtlAction::Resume
-        | CtlAction::Powerdown
-        | CtlAction::Share { .. }
-        | CtlAction::Filter { .. } => {
+        CtlAction::Snapshot { dir, diff, stop } => {
+            return take_snapshot(&mut client, dir, diff, *stop);
+        }
+        CtlAction::Migrate {
+            address,
+            stream,
+            downtime,
+            force,
+        } => {
+            let options = MigrateOptions {
+                stream: *stream,
+                downtime: *downtime,
+                force: *force,
+            };
+            print(&migrate::migrate(client, address, options)?)?;
+            return Ok(DONE);
+        }
+        CtlAction::Resume | CtlAction::Powerdown | CtlAction::Share { .. } | CtlAction::Filter { .. } => {
             client.call(call)?;
         }
     }
     print(&format!("{}: {done}\n", client.info().name))?;
+    Ok(DONE)
+}
+
+/// Prints the state and the settings of the VM.
+fn show_status(client: &mut Client, json: bool) -> Result<ExitStatus, CtlError> {
+    let info: VmInfo = client.call(request::Status)?;
+    if json {
+        return print_json(&info);
+    }
+    print_status(&info)?;
+    print(&settings_text(&info))?;
+    Ok(DONE)
+}
+
+/// Prints the rate limits of the VM's devices.
+fn show_limits(client: &mut Client, json: bool) -> Result<ExitStatus, CtlError> {
+    let limiters = client.call(request::RateLimiters)?;
+    if json {
+        return print_json(&limiters);
+    }
+    print(&limits_text(&limiters))?;
+    Ok(DONE)
+}
+
+/// Saves the VM to the directory `dir`. If `stop` is set, terminates the VM.
+fn take_snapshot(
+    client: &mut Client,
+    dir: &Path,
+    diff: &[PathBuf],
+    stop: bool,
+) -> Result<ExitStatus, CtlError> {
+    let saved = snapshot::take(client, dir, diff, stop)?;
+    if stop {
+        wait_for_end(client)?;
+    }
+    print(&format!(
+        "{}: snapshot in {}, {saved}\n",
+        client.info().name,
+        dir.display(),
+    ))?;
     Ok(DONE)
 }
 

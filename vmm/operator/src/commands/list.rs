@@ -94,10 +94,7 @@ pub fn list<E: Error>(
     let countable = CountableEvents::of_host();
     for (kind, what) in KINDS.into_iter().filter(|(kind, _)| shows(kind)) {
         let events = match kind {
-            "kvm" => statistics().unwrap_or_else(|e| {
-                log::warn!("KVM statistics are unavailable: {}", error_line(&e));
-                Vec::new()
-            }),
+            "kvm" => kvm_statistics(&statistics),
             VENDOR => match vendor::events_of(&args.cpuid.clone().unwrap_or_else(CpuName::host)) {
                 Ok(VendorEventTable { events, note }) => {
                     vendor_note = note;
@@ -120,19 +117,12 @@ pub fn list<E: Error>(
         };
         names.extend(events.iter().cloned());
         let events: Vec<&String> = events.iter().filter(|event| wanted(event)).collect();
-        for event in &events {
-            let mark = countable.mark(event);
-            let _ = writeln!(out, "  {event:<48} [{what}]{mark}");
-        }
-        if !events.is_empty() {
-            out.push('\n');
-        }
+        out += &format_events(&events, what, &countable);
     }
     if out.is_empty()
         && let [word, ..] = words[..]
     {
-        let known = names.iter().flat_map(|name| name.split(" OR "));
-        let meant = did_you_mean(word, known.chain(KINDS.iter().map(|(kind, _)| *kind)));
+        let meant = suggest_event(word, &names);
         let words = words.join("' or '");
         return Err(match unknown {
             Some(error) if meant.is_empty() => ListError::VendorUnknown(words, error),
@@ -147,6 +137,34 @@ pub fn list<E: Error>(
     }
     print(&out).map_err(OperatorCommandError::from)?;
     Ok(DONE)
+}
+
+/// Returns the names of the host's KVM statistics. Logs a warning if there are none.
+fn kvm_statistics<E: Error>(statistics: impl Fn() -> Result<Vec<String>, E>) -> Vec<String> {
+    statistics().unwrap_or_else(|e| {
+        log::warn!("KVM statistics are unavailable: {}", error_line(&e));
+        Vec::new()
+    })
+}
+
+/// Formats events of one kind, which `what` describes, as lines of text.
+fn format_events(events: &[&String], what: &str, countable: &CountableEvents) -> String {
+    let mut out = String::new();
+    for event in events {
+        let mark = countable.mark(event);
+        let _ = writeln!(out, "  {event:<48} [{what}]{mark}");
+    }
+    if !events.is_empty() {
+        out.push('\n');
+    }
+    out
+}
+
+/// Returns a hint with the event or kind of events whose name is similar to `word`, or an empty
+/// text. `names` are the names of events, each with its aliases.
+fn suggest_event(word: &str, names: &[String]) -> String {
+    let known = names.iter().flat_map(|name| name.split(" OR "));
+    did_you_mean(word, known.chain(KINDS.iter().map(|(kind, _)| *kind)))
 }
 
 /// Returns whether an event name, or one of its aliases, contains `word` or matches it as a pattern

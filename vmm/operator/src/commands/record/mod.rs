@@ -7,13 +7,13 @@ mod error;
 mod names;
 mod recording;
 mod remote;
+mod sampling_loop;
 mod switch;
 mod thread_switches;
 mod unnamed;
 
 use std::collections::HashMap;
 use std::fs::File;
-use std::io::IsTerminal;
 use std::time::{Duration, Instant};
 
 use perf_core::pmu::host::{GuestSampleRing, monotonic_ns};
@@ -22,7 +22,7 @@ use perf_core::record::{DecodedRecord, Sample as RingSample};
 use super::all::for_each_vm;
 use super::migrate::find_moved;
 use super::select::name_or_pid;
-use super::{DONE, OperatorCommandError, WaitResult, connect, print_stderr, wait_until, wait_with_vm};
+use super::{DONE, OperatorCommandError, WaitResult, connect, print_stderr, wait_until};
 use crate::exit::ExitStatus;
 use crate::sampling::{VcpuRing, check_sampling_support, wait_for_kernel};
 use crate::signals::StopSignals;
@@ -30,7 +30,7 @@ use crate::vendor;
 pub use args::RecordArgs;
 use control_api::client::{Client, ClientError};
 use control_api::protocol::{HostRingInfo, KernelState, OpenedEvent, PluggedVcpuEvents, SamplingParams};
-use control_api::request::{self, Request};
+use control_api::request;
 pub use error::RecordError;
 use guest_profile::export::NO_PID;
 use guest_profile::merge::{MergedSampleCounts, SampleMergeConfig, SampleMerger, SampledGuestTask};
@@ -38,17 +38,11 @@ use guest_profile::sample::SampleRawData;
 use names::RecordedSymbols;
 use perf_core::error_line;
 use recording::Recording;
-use remote::{ControlCommand, OpenControlPipes};
+use remote::OpenControlPipes;
+use sampling_loop::{DRAIN_INTERVAL, SamplingLoop};
 use switch::OutputSwitchTrigger;
 use thread_switches::{StolenTime, VcpuSwitches};
 
-/// Interval at which the sample rings are drained.
-const DRAIN_INTERVAL: Duration = Duration::from_millis(50);
-/// Interval at which the VM is asked for vCPUs that the guest has started to use. Their samples stay
-/// in their rings until then.
-const JOIN_INTERVAL: Duration = Duration::from_secs(1);
-/// Interval at which the pipe of `--control` is polled.
-const CONTROL_POLL_INTERVAL: Duration = Duration::from_millis(5);
 /// Time limit for the VM to find the guest kernel.
 const KERNEL_PATIENCE: Duration = Duration::from_secs(60);
 /// Size of the host kernel's ring, as the binary logarithm of the number of pages. The ring holds
@@ -106,14 +100,15 @@ fn record_one(
     let mut streams = SampleStreams::open(&mut client, args, &opened, sampling)?;
     let clock_offset_ns = streams.clock_offset_ns();
     let mut recording = Recording::start(args, &client, &opened, sampling, clock_offset_ns, names)?;
-    let recorded = match sample(
+    let sampling_loop = SamplingLoop::new(
         args,
         &mut client,
         signals,
         remote.as_mut(),
         &mut streams,
         &mut recording,
-    ) {
+    );
+    let recorded = match sampling_loop.run() {
         Ok(gone) => recording.finish(args, gone, streams.totals()),
         Err(RecordError::Write(source)) => Err(recording.truncate_to_records(&args.output, source)),
         Err(error) => Err(error),
@@ -139,185 +134,6 @@ fn open_events(client: &mut Client, args: &RecordArgs) -> Result<Vec<OpenedEvent
     })?;
     check_sampling_support(&opened)?;
     Ok(opened)
-}
-
-/// Reads the rings and writes the samples until the recording ends. Returns `true` if the VM has
-/// terminated.
-fn sample(
-    args: &RecordArgs,
-    client: &mut Client,
-    signals: &StopSignals,
-    mut remote: Option<&mut OpenControlPipes>,
-    streams: &mut SampleStreams,
-    recording: &mut Recording,
-) -> Result<bool, RecordError> {
-    let mut clock = RecordingSchedule::start(args);
-    let mut next_join = Instant::now();
-    let (mut gone, mut hung_up, mut full) = (false, false, false);
-    let progress = !args.quiet && !args.all && std::io::stderr().is_terminal();
-    loop {
-        let look = Instant::now() + DRAIN_INTERVAL;
-        // Wait until the rings are due to be drained.
-        let over = loop {
-            if clock.begins() {
-                gone |= set_sampling(client, request::Enable)?;
-                log::info!("sampling of {} has started", client.info().name);
-            }
-            let stop = match &mut remote {
-                Some(remote) => run_control_commands(remote, client, &mut gone)?,
-                None => false,
-            };
-            let until = clock.next(look, remote.is_some());
-            let woken = wait_with_vm(until, signals, (!gone).then_some(&*client));
-            if stop || full || woken == WaitResult::Signal || clock.is_over() {
-                break true;
-            }
-            hung_up = woken == WaitResult::HungUp;
-            if gone || hung_up || Instant::now() >= look {
-                break false;
-            }
-        };
-        if over {
-            gone |= set_sampling(client, request::Disable)?;
-        }
-        let joins = over || gone || hung_up || Instant::now() >= next_join;
-        let joined = if joins {
-            next_join = Instant::now() + JOIN_INTERVAL;
-            client.call(request::Joined)
-        } else {
-            Ok(Vec::new())
-        };
-        for of_vcpu in joined.iter().flatten() {
-            streams.join(client, args, of_vcpu, args.sampling(), recording)?;
-        }
-        if args.overwrite {
-            // The rings overwrite old samples, so read the rings only when a file is to be written.
-            if over {
-                streams.drain(recording)?;
-                break;
-            }
-            if recording.is_switch_due(signals) {
-                streams.drain(recording)?;
-                recording.switch_file(args)?;
-            }
-        } else {
-            streams.drain(recording)?;
-            if over {
-                break;
-            }
-            recording.update_header()?;
-            if recording.is_switch_due(signals) {
-                recording.switch_file(args)?;
-            }
-        }
-        full = args.max_size.is_some_and(|limit| recording.bytes() >= limit);
-        // The ring mappings outlive the VM, so its last samples can be read after it has
-        // terminated.
-        if let Err(e) = joined.and_then(|_| streams.adjust_sampling(client)) {
-            if !e.is_gone() {
-                return Err(e.into());
-            }
-            streams.drain(recording)?;
-            // The recording continues in the destination process only without `--control`. With
-            // control commands, it is unknown whether sampling is enabled.
-            gone = remote.is_some() || !streams.follow(client, args, recording)?;
-            if gone {
-                break;
-            }
-            if clock.begin.is_none() {
-                let () = client.call(request::Enable)?;
-            }
-            find_kernel(client, args, signals)?;
-        }
-        if progress {
-            recording.show_progress(clock.start.elapsed());
-        }
-    }
-    streams.settle(u64::MAX, recording)?;
-    let vcpus = streams.rings.len();
-    if let Some(summary) = recording.branch_totals().summary(clock.start.elapsed(), vcpus)
-        && !args.quiet
-    {
-        log::info!("{summary}");
-    }
-    if args.switch_events && !args.quiet {
-        log::info!("{}", streams.stolen());
-    }
-    if !gone && let Ok(losses) = client.call(request::RingLosses) {
-        recording.add_losses(losses.iter().map(|l| l.lost).sum())?;
-    }
-    if progress {
-        print_stderr("\r\x1b[K");
-    }
-    Ok(gone)
-}
-
-/// Scheduled start and end of a recording.
-struct RecordingSchedule {
-    start: Instant,
-    end: Option<Instant>,
-    /// Scheduled start; `None` once the recording has started.
-    begin: Option<Instant>,
-}
-
-impl RecordingSchedule {
-    fn start(args: &RecordArgs) -> Self {
-        let start = Instant::now();
-        let delay = u64::try_from(args.delay).ok().map(Duration::from_millis);
-        Self {
-            start,
-            end: args.duration.map(|d| start + d),
-            begin: delay.and_then(|delay| start.checked_add(delay)),
-        }
-    }
-
-    /// Returns `true` once, when the recording is due to start.
-    fn begins(&mut self) -> bool {
-        self.begin.take_if(|begin| Instant::now() >= *begin).is_some()
-    }
-
-    fn is_over(&self) -> bool {
-        self.end.is_some_and(|end| Instant::now() >= end)
-    }
-
-    /// Returns the time at which the recording must wake up next. This is the earliest of `look`,
-    /// the scheduled start and end of the recording and, if `listens` is set, the next poll of the
-    /// control pipe.
-    fn next(&self, look: Instant, listens: bool) -> Instant {
-        let listen = listens.then(|| Instant::now() + CONTROL_POLL_INTERVAL);
-        [listen, self.begin, self.end]
-            .into_iter()
-            .flatten()
-            .fold(look, Instant::min)
-    }
-}
-
-/// Enables or disables sampling. Returns `true` if the VM has terminated.
-fn set_sampling(client: &mut Client, request: impl Request<Reply = ()>) -> Result<bool, ClientError> {
-    match client.call(request) {
-        Err(e) if e.is_gone() => Ok(true),
-        result => Ok(result.map(|()| false)?),
-    }
-}
-
-/// Executes the commands from the control pipe. Returns `true` if the recording is to end.
-fn run_control_commands(
-    remote: &mut OpenControlPipes,
-    client: &mut Client,
-    gone: &mut bool,
-) -> Result<bool, ClientError> {
-    for word in remote.words() {
-        match word {
-            ControlCommand::Enable => *gone |= set_sampling(client, request::Enable)?,
-            ControlCommand::Disable => *gone |= set_sampling(client, request::Disable)?,
-            ControlCommand::Ping | ControlCommand::Stop => {}
-        }
-        remote.acknowledge();
-        if word == ControlCommand::Stop {
-            return Ok(true);
-        }
-    }
-    Ok(false)
 }
 
 /// An event on one vCPU that is also sampled by the host kernel.

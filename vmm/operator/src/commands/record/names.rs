@@ -157,6 +157,28 @@ impl RecordedSymbols {
         }
     }
 
+    /// Returns the symbol of `address` in the kernel.
+    fn kernel_symbol(&self, address: u64) -> Option<ProfileSymbol> {
+        let kernel = self.kernel.as_ref()?;
+        let (symbol, _) = if self.flat {
+            kernel.resolve_flat(address)
+        } else {
+            kernel.resolve(address)
+        }?;
+        Some(ProfileSymbol {
+            start: symbol.address,
+            end: kernel.end_of(symbol.address),
+            name: symbol.name.to_owned(),
+            pid: None,
+        })
+    }
+
+    /// Returns the function at `address` that was found in the memory of process `pid`.
+    fn exported_function(&self, pid: u32, address: u64) -> Option<&ProfileSymbol> {
+        let (_, function) = self.exported.range(..=(pid, address)).next_back()?;
+        (function.pid == Some(pid) && address < function.end).then_some(function)
+    }
+
     /// Returns the symbols of the addresses noted since the previous call, without duplicates.
     /// `mapped` contains the mappings of the processes.
     pub(super) fn take_saved(&mut self, mapped: &Profile) -> Vec<ProfileSymbol> {
@@ -174,21 +196,12 @@ impl RecordedSymbols {
         let mut files = Symbolizer::new(mapped, None, self.mount.take());
         for (pid, address) in std::mem::take(&mut self.addresses) {
             if pid.is_none() || self.flat {
-                let found = self.kernel.as_ref().and_then(|k| {
-                    let found = if self.flat {
-                        k.resolve_flat(address)
-                    } else {
-                        k.resolve(address)
-                    };
-                    let (symbol, _) = found?;
-                    Some(ProfileSymbol {
-                        start: symbol.address,
-                        end: k.end_of(symbol.address),
-                        name: symbol.name.to_owned(),
-                        pid: pid.map(|_| NO_PID),
-                    })
-                });
-                found.into_iter().for_each(&mut keep);
+                let found = self.kernel_symbol(address);
+                let pid = pid.map(|_| NO_PID);
+                found
+                    .map(|symbol| ProfileSymbol { pid, ..symbol })
+                    .into_iter()
+                    .for_each(&mut keep);
             } else if let Some(pid) = pid {
                 let frame = ChainFrame {
                     address,
@@ -196,10 +209,6 @@ impl RecordedSymbols {
                     caller: false,
                 };
                 let named = files.name(frame, pid);
-                let exported = || {
-                    let (_, function) = self.exported.range(..=(pid, address)).next_back()?;
-                    (function.pid == Some(pid) && address < function.end).then(|| function.clone())
-                };
                 if named.known {
                     keep(ProfileSymbol {
                         start: address.wrapping_sub(named.offset),
@@ -209,11 +218,11 @@ impl RecordedSymbols {
                         name: named.name.clone(),
                         pid: Some(pid),
                     });
-                } else if let Some(function) = exported() {
+                } else if let Some(function) = self.exported_function(pid, address) {
                     if self.unnamed.contains(&(pid, function.start)) {
                         unnamed.add(&named.object);
                     }
-                    keep(function);
+                    keep(function.clone());
                 } else if let Some((start, end, name)) = files.jit(pid, address) {
                     let (name, pid) = (name.to_owned(), Some(pid));
                     keep(ProfileSymbol {

@@ -540,15 +540,7 @@ impl Recording {
             ));
         }
         if self.stack_bytes.is_some() {
-            let UnwindTotals {
-                stacks,
-                complete,
-                cut,
-            } = self.code.totals;
-            log::info!(
-                "{stacks} samples had a user stack; {complete} were unwound to the outermost \
-                frame, {cut} were longer than the copy"
-            );
+            log_unwinding(&self.code.totals);
         }
         if let (n @ 1.., ns) = self.held {
             let us = ns as f64 / n as f64 / 1e3;
@@ -572,22 +564,34 @@ impl Recording {
         if gone {
             log::warn!("the VM has exited; {name} has the samples until then");
         }
-        if self.lost > 0 {
-            log::warn!(
-                "{} samples were lost; use larger rings (-m) or a lower frequency",
-                self.lost
-            );
-        }
-        if self.throttled > 0 {
-            log::warn!(
-                "sampling was throttled {} times; use a lower frequency",
-                self.throttled
-            );
-        }
-        if self.damaged > 0 {
-            log::warn!("{} damaged records were skipped", self.damaged);
-        }
+        warn_about_losses(self.lost, self.throttled, self.damaged);
         Ok(())
+    }
+}
+
+/// Logs how many user stacks were unwound.
+fn log_unwinding(totals: &UnwindTotals) {
+    let UnwindTotals {
+        stacks,
+        complete,
+        cut,
+    } = totals;
+    log::info!(
+        "{stacks} samples had a user stack; {complete} were unwound to the outermost \
+        frame, {cut} were longer than the copy"
+    );
+}
+
+/// Logs a warning if samples were lost, sampling was throttled, or records were damaged.
+fn warn_about_losses(lost: u64, throttled: u64, damaged: u64) {
+    if lost > 0 {
+        log::warn!("{lost} samples were lost; use larger rings (-m) or a lower frequency");
+    }
+    if throttled > 0 {
+        log::warn!("sampling was throttled {throttled} times; use a lower frequency");
+    }
+    if damaged > 0 {
+        log::warn!("{damaged} damaged records were skipped");
     }
 }
 
