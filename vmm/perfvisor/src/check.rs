@@ -24,7 +24,7 @@ use vmm::kvm::rotation_cost::{self, RotationCost};
 use vmm::kvm::stepping::SteppingSupport;
 use vmm::kvm::vpmu_probe::{self, KvmPmuCapabilities, KvmVpmuModelError, KvmVpmuUnavailable};
 use vmm::pmu::backing;
-use vmm::pmu::fit::{self, fit};
+use vmm::pmu::fit::{self, FittedPmuModel, fit};
 
 /// The complete report of `perfvisor check`.
 #[derive(Debug, Serialize)]
@@ -173,37 +173,17 @@ impl HostReport {
             .filter(|_| perf.slots() > 0)
             .map(|kvm| rotation_cost::probe(kvm, &perf));
         let kvm = opened.and_then(|kvm| execution::facts(&kvm));
-        let resolve = |name, numbers: Option<RequestedCounters>| {
-            let model = PmuModel::resolve(name, numbers, None, &mut cpuid::read_host)?;
-            Ok::<_, PmuModelError>(fit(
-                model,
-                numbers.is_some(),
-                CounterBackingPolicy::Auto,
-                None,
-                &perf,
-            ))
-        };
-        let pmu_auto = resolve(PmuModelName::Auto, None)
+        let pmu_auto = fit_emulated(PmuModelName::Auto, None, &perf)
             .map_or_else(|e| error_line(&e), |fitted| fitted.model.to_string());
         let is_asked = args.pmu != PmuModelName::Auto || args.pmu_counters.is_some();
         let asked = is_asked
-            .then(|| resolve(args.pmu, args.pmu_counters))
+            .then(|| fit_emulated(args.pmu, args.pmu_counters, &perf))
             .transpose()?;
-        let of_own = |name, numbers: Option<RequestedCounters>| {
-            let own = own_pmu.as_ref().ok()?;
-            let fitted = own.model(name, numbers, None).map(|model| {
-                fit(
-                    model,
-                    numbers.is_some(),
-                    CounterBackingPolicy::Kvm,
-                    Some(own),
-                    &perf,
-                )
-            });
-            Some(fitted)
-        };
-        let own_auto = of_own(PmuModelName::Auto, None);
-        let own_asked = is_asked.then(|| of_own(args.pmu, args.pmu_counters)).flatten();
+        let own = own_pmu.as_ref().ok();
+        let own_auto = own.map(|own| fit_own(own, PmuModelName::Auto, None, &perf));
+        let own_asked = own
+            .filter(|_| is_asked)
+            .map(|own| fit_own(own, args.pmu, args.pmu_counters, &perf));
         Ok(Self {
             perfvisor: env!("CARGO_PKG_VERSION"),
             kernel: std::fs::read_to_string("/proc/sys/kernel/osrelease")
@@ -287,24 +267,8 @@ impl HostReport {
         line("  vCPUs per VM", &kvm.max_vcpus.to_string());
     }
 
-    fn text(&self) -> String {
-        let mut out = String::new();
-        let mut line = |name: &str, value: &str| {
-            let _ = writeln!(out, "{name:<24}{value}");
-        };
-        line("perfvisor", self.perfvisor);
-        line("host kernel", &self.kernel);
-        match &self.kvm {
-            Ok(kvm) => self.report_kvm(kvm, &mut line),
-            Err(e) => line("KVM", &format!("unusable: {}", error_line(e))),
-        }
-        line(
-            "vhost-net",
-            &match &self.vhost_net {
-                Ok(_) => "yes".to_owned(),
-                Err(why) => format!("no: {}", error_line(why)),
-            },
-        );
+    /// Adds the host's PMU and its perf events to the report.
+    fn report_perf(&self, line: &mut dyn FnMut(&str, &str)) {
         let perf = &self.perf;
         match &perf.no_slots_because {
             None => {
@@ -345,6 +309,10 @@ impl HostReport {
         };
         line("perf_event_paranoid", &paranoid);
         line("software clock events", yes(perf.software_clock));
+    }
+
+    /// Adds the default limits of operators to the report.
+    fn report_limits(&self, line: &mut dyn FnMut(&str, &str)) {
         let limits = &self.limits;
         line(
             "--sample-limit",
@@ -361,6 +329,29 @@ impl HostReport {
                 most => format!("{}; up to {most} here", limits.reserved_counters),
             },
         );
+    }
+
+    /// Returns the report as text.
+    fn text(&self) -> String {
+        let mut out = String::new();
+        let mut line = |name: &str, value: &str| {
+            let _ = writeln!(out, "{name:<24}{value}");
+        };
+        line("perfvisor", self.perfvisor);
+        line("host kernel", &self.kernel);
+        match &self.kvm {
+            Ok(kvm) => self.report_kvm(kvm, &mut line),
+            Err(e) => line("KVM", &format!("unusable: {}", error_line(e))),
+        }
+        line(
+            "vhost-net",
+            &match &self.vhost_net {
+                Ok(_) => "yes".to_owned(),
+                Err(why) => format!("no: {}", error_line(why)),
+            },
+        );
+        self.report_perf(&mut line);
+        self.report_limits(&mut line);
         line("--pmu auto", &self.pmu_auto);
         if let Some(asked) = &self.pmu_asked {
             line("--pmu as asked", asked);
@@ -374,6 +365,30 @@ impl HostReport {
         }
         out
     }
+}
+
+/// Returns the emulated PMU of a guest with `--pmu name` and `--pmu-counters numbers`.
+fn fit_emulated(
+    name: PmuModelName,
+    numbers: Option<RequestedCounters>,
+    perf: &HostPerfCapabilities,
+) -> Result<FittedPmuModel, PmuModelError> {
+    let model = PmuModel::resolve(name, numbers, None, &mut cpuid::read_host)?;
+    let policy = CounterBackingPolicy::Auto;
+    Ok(fit(model, numbers.is_some(), policy, None, perf))
+}
+
+/// Returns the PMU that KVM's own vPMU provides to a guest with `--pmu name` and `--pmu-counters
+/// numbers`.
+fn fit_own(
+    own: &KvmPmuCapabilities,
+    name: PmuModelName,
+    numbers: Option<RequestedCounters>,
+    perf: &HostPerfCapabilities,
+) -> Result<FittedPmuModel, KvmVpmuModelError> {
+    let model = own.model(name, numbers, None)?;
+    let policy = CounterBackingPolicy::Kvm;
+    Ok(fit(model, numbers.is_some(), policy, Some(own), perf))
 }
 
 /// Describes whether VMs with KVM's mediated vPMU exist or can be created. While such a VM exists,

@@ -24,11 +24,11 @@ use std::time::{Duration, Instant};
 
 use children::ChildReaper;
 use consoles::{Consoles, Subscriber};
-use ending::PanicDetector;
+use ending::{PanicDetector, PanicMessage};
 pub use error::RunError;
 use event_manager::{EventManager, EventOps, EventSet, Events, MutEventSubscriber, SubscriberOps};
 pub use footprint::configure_malloc;
-use incoming::Requester;
+use incoming::{Arrival, Requester};
 use perf_core::pmu::host::HostPerfCapabilities;
 use sandbox::{ProcessConfinement, SandboxedThreadKind, SocketBroker};
 use start::{Helpers, HostSetup};
@@ -37,15 +37,17 @@ use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 use vpmu::CounterBackingPolicy;
 use vpmu::perf_core_events::MAX_EVENTS_PER_COUNTER;
 
-use crate::background::DaemonStartup;
+use crate::background::{DaemonStartup, ServiceNotifier};
 use crate::cli::RunArgs;
 use crate::cli::restore::options_of_guest;
-use crate::devices::{self};
+use crate::devices::{self, VmDevices};
+use crate::inherited::InheritedDescriptors;
 use crate::stop_handler::StopHandler;
 use control_api::socket_dir::{self, ControlSocket, ControlSocketError};
 use guest_patching::rdpmc::RdpmcMode;
 use operator::exit::ExitStatus;
 use operator::input;
+use operator::signals::StopSignals;
 use perf_core::error_line;
 use sandbox::privileges;
 use vmm::boot::KernelFormat;
@@ -58,6 +60,7 @@ use vmm::vcpu::control::{ResetPolicy, VmRunControl, VmStopReason};
 use vmm::vcpu::registry::VcpuRegistry;
 use vmm::vcpu::stats;
 use vmm::vm::restart::GuestResetHandler;
+use vmm::vm::restore::RestoredMachine;
 use vmm::vm::{BackgroundKvmSetup, RunningVm, Vm, VmBuildInputs, VmConfig};
 
 /// Number of file descriptors that a VM needs in addition to those of its vCPUs, including a margin
@@ -135,12 +138,7 @@ fn run_for(
     let helpers = Helpers::start(args, requester)?;
     // Dropped last, so that the broker then removes the VM's sockets.
     let _finish = FinishBroker(helpers.broker.clone());
-    let HostSetup {
-        kvm,
-        probe,
-        begun,
-        stop_signals,
-    } = HostSetup::of(args, helpers.opener, log_file)?;
+    let host = HostSetup::of(args, helpers.opener, log_file)?;
     let (broker, manager) = (helpers.broker, helpers.manager);
     // Child processes of a daemon must not hold the streams of its starter, which may wait for them
     // to be closed.
@@ -149,7 +147,8 @@ fn run_for(
     // paused only briefly.
     let (saved, mut arrival) = match helpers.incoming {
         Some(incoming) => {
-            let (args, machine, arrival) = incoming.receive(args, &kvm, &probe, &stop_signals)?;
+            let (args, machine, arrival) =
+                incoming.receive(args, &host.kvm, &host.probe, &host.stop_signals)?;
             (Some((args, machine)), Some(arrival))
         }
         None => (helpers.snapshot, None),
@@ -157,75 +156,33 @@ fn run_for(
     let (restored_args, saved) = saved.unzip();
     let args = restored_args.as_ref().unwrap_or(args);
     let state = saved.as_ref().map(|saved| &*saved.state);
-    let mut config = machine::restored_config(args, &kvm, &probe, state)?;
+    let mut config = machine::restored_config(args, &host.kvm, &host.probe, state)?;
     config.kernel_reader = Some(helpers.kernel_reader);
-    warn_if_few_descriptors(helpers.descriptors, &config, &probe);
+    warn_if_few_descriptors(helpers.descriptors, &config, &host.probe);
 
     // Detect configuration errors before any thread runs.
     config.pmu.core_config().check()?;
-    let (name, ends) = ServerSockets::open(args)?;
+    let (name, sockets) = ServerSockets::open(args)?;
     let devices = devices::create_devices(args, &name, log, &broker)?;
-    let (mut devices, balloon, metadata) = (devices.all, devices.balloon, devices.metadata);
     if let Some(arrival) = &mut arrival {
-        arrival.restore_metadata(metadata.as_deref());
+        arrival.restore_metadata(devices.metadata.as_deref());
     }
-    // From here on, the VM opens no socket of the host's network and no file of another process. A
-    // process to be jailed still has a single thread.
-    let jail = jail::separate(args, &config)?;
-    let begun = begun.unwrap_or_else(BackgroundKvmSetup::now);
-    let stop_signals = stop_signals.wait().map_err(RunError::start(STOP_SIGNALS))?;
-    let (consoles, virtio_console) = Consoles::open(args)?;
-    let limiters = devices.iter().flat_map(|device| device.rate_limiters()).collect();
-    // Appended last, so that the other devices keep their addresses.
-    devices.extend(virtio_console.map(|device| Box::new(device) as Box<dyn VirtioDevice>));
-    let (console, panic) = PanicDetector::new(consoles.serial().writer());
-    let parts = VmBuildInputs {
-        begun,
-        kvm: &kvm,
+    let resources = VmResources {
+        args,
+        name: &name,
         config: &config,
+        host,
+        saved: saved.map(|saved| restore::with_own_addresses(saved, args, &name)),
+        arrival: arrival.as_ref(),
+        sockets,
         devices,
-        probe: &probe,
-        console: Box::new(console),
+        broker: &broker,
+        manager: &manager,
+        inherited: helpers.inherited,
     };
-    let mut vm = match saved {
-        None => Vm::boot(parts)?,
-        Some(saved) => Vm::restore(parts, restore::with_own_addresses(saved, args, &name))?,
-    };
-    if arrival.is_some() {
-        vm.start_held();
-    } else if args.restore_paused {
-        vm.start_paused();
-    }
-    report_loaded(&vm, &config);
-    vm.on_first_entry(Box::new(move || start.log_first_entry()));
-    let terminal = raw_terminal(&consoles)?;
-    files::register_sockets_for_removal(args, &name, &ends.socket_paths(), &broker)?;
-    jail::close(jail, args, helpers.inherited)?;
-    confine(args)?;
-    let mut running = vm.start()?;
-    let pmu_name = config.pmu.model.generation().to_string();
-    let mut controlled = VmControlInterface {
-        balloon,
-        metadata,
-        limiters,
-        ..controlled(name.clone(), pmu_name, args, &consoles, &running)
-    };
-    if let Some(arrival) = &arrival {
-        controlled.guest = arrival.description();
-        controlled.moved_from = arrival.origin();
-    }
-    let (mut servers, gdb) = ends.serve(controlled, &running)?;
-    let restarter = running.take_restarter();
-    let (control, bus) = (running.control().clone(), running.bus().clone());
-    let resized = stop_signals.resized().map_err(RunError::start("dup failed"))?;
-    let child_ended = stop_signals
-        .child_ended()
-        .map_err(RunError::start("dup failed"))?;
-    servers.push(Arc::new(Mutex::new(ChildReaper::new(child_ended))));
-    let stopping = StopHandler::new(stop_signals, args.stop_timeout, control, bus, manager.clone())
-        .map_err(RunError::start("timerfd_create failed"))?;
+    let started = resources.start_vm(start)?;
     if let Some(arrival) = arrival {
-        arrival.take_over(&running, &name, requester)?;
+        arrival.take_over(&started.running, &name, requester)?;
     }
     if let Some(starting) = helpers.starting {
         starting.runs().map_err(RunError::Daemon)?;
@@ -233,16 +190,159 @@ fn run_for(
     manager.ready();
     // All threads have been started, so the code that starts them is no longer needed in memory.
     footprint::drop_startup_pages();
-    let served = serve(&running, restarter, stopping, &consoles, resized, servers);
-    manager.stopping();
-    drop(gdb);
-    stop(&mut running, consoles, terminal);
-    if args.stats {
-        report_stats(&running, args.cpus.present());
+    started.run_until_stopped(args, &manager)
+}
+
+/// The resources of a VM that this process opens before it enters a jail and starts threads.
+struct VmResources<'a> {
+    args: &'a RunArgs,
+    name: &'a str,
+    config: &'a VmConfig,
+    host: HostSetup,
+    saved: Option<RestoredMachine>,
+    arrival: Option<&'a Arrival>,
+    sockets: ServerSockets,
+    devices: VmDevices,
+    broker: &'a Arc<SocketBroker>,
+    manager: &'a Arc<ServiceNotifier>,
+    inherited: InheritedDescriptors,
+}
+
+impl VmResources<'_> {
+    /// Starts the threads of the VM, after this process has dropped its privileges. From here on,
+    /// the VM opens no socket of the host's network and no file of another process.
+    fn start_vm(self, start: StartTime) -> Result<StartedVm, RunError> {
+        let (args, host) = (self.args, self.host);
+        // A process to be jailed still has a single thread.
+        let jail = jail::separate(args, self.config)?;
+        let begun = host.begun.unwrap_or_else(BackgroundKvmSetup::now);
+        let stop_signals = host.stop_signals.wait().map_err(RunError::start(STOP_SIGNALS))?;
+        let (consoles, virtio_console) = Consoles::open(args)?;
+        let mut devices = self.devices.all;
+        let limiters = devices.iter().flat_map(|device| device.rate_limiters()).collect();
+        // Appended last, so that the other devices keep their addresses.
+        devices.extend(virtio_console.map(|device| Box::new(device) as Box<dyn VirtioDevice>));
+        let (console, panic) = PanicDetector::new(consoles.serial().writer());
+        let inputs = VmBuildInputs {
+            begun,
+            kvm: &host.kvm,
+            config: self.config,
+            devices,
+            probe: &host.probe,
+            console: Box::new(console),
+        };
+        let mut vm = build_vm(inputs, self.saved, args, self.arrival.is_some())?;
+        vm.on_first_entry(Box::new(move || start.log_first_entry()));
+        let terminal = raw_terminal(&consoles)?;
+        let paths = self.sockets.socket_paths();
+        files::register_sockets_for_removal(args, self.name, &paths, self.broker)?;
+        jail::close(jail, args, self.inherited)?;
+        confine(args)?;
+        let running = vm.start()?;
+        let controlled = VmControlInterface {
+            balloon: self.devices.balloon,
+            metadata: self.devices.metadata,
+            limiters,
+            ..controlled(self.name, self.config, args, &consoles, &running, self.arrival)
+        };
+        let (mut servers, gdb) = self.sockets.serve(controlled, &running)?;
+        let signals = SignalHandlers::new(stop_signals, args, &running, self.manager, &mut servers)?;
+        Ok(StartedVm {
+            signals,
+            gdb,
+            servers,
+            running,
+            terminal,
+            consoles,
+            panic,
+        })
     }
-    served.map_err(RunError::Loop)?;
-    ending::log_end(running.control().reason(), &panic);
-    Ok(exit_status(running.control()))
+}
+
+/// Builds the VM, from a kernel or from `saved`. A VM that is to be taken over from another process
+/// (`is_arrival`) stays held until then.
+fn build_vm(
+    inputs: VmBuildInputs<'_>,
+    saved: Option<RestoredMachine>,
+    args: &RunArgs,
+    is_arrival: bool,
+) -> Result<Vm, RunError> {
+    let config = inputs.config;
+    let mut vm = match saved {
+        None => Vm::boot(inputs)?,
+        Some(saved) => Vm::restore(inputs, saved)?,
+    };
+    if is_arrival {
+        vm.start_held();
+    } else if args.restore_paused {
+        vm.start_paused();
+    }
+    report_loaded(&vm, config);
+    Ok(vm)
+}
+
+/// Handlers of the signals of the main thread.
+struct SignalHandlers {
+    stopping: StopHandler,
+    /// Readable after the size of the terminal has changed.
+    resized: EventFd,
+}
+
+impl SignalHandlers {
+    /// Creates the handlers of `signals`. Adds the handler of ended child processes to `servers`.
+    fn new(
+        signals: StopSignals,
+        args: &RunArgs,
+        running: &RunningVm,
+        manager: &Arc<ServiceNotifier>,
+        servers: &mut Vec<Subscriber>,
+    ) -> Result<Self, RunError> {
+        let (control, bus) = (running.control().clone(), running.bus().clone());
+        let resized = signals.resized().map_err(RunError::start("dup failed"))?;
+        let child_ended = signals.child_ended().map_err(RunError::start("dup failed"))?;
+        servers.push(Arc::new(Mutex::new(ChildReaper::new(child_ended))));
+        let stopping = StopHandler::new(signals, args.stop_timeout, control, bus, manager.clone())
+            .map_err(RunError::start("timerfd_create failed"))?;
+        Ok(Self { stopping, resized })
+    }
+}
+
+/// A VM whose vCPU threads run, with its consoles and servers. The threads are stopped on drop.
+struct StartedVm {
+    signals: SignalHandlers,
+    gdb: Option<GdbServer>,
+    servers: Vec<Subscriber>,
+    running: RunningVm,
+    terminal: Option<RawTerminal>,
+    consoles: Consoles,
+    panic: PanicMessage,
+}
+
+impl StartedVm {
+    /// Runs the event loop until the VM stops, and returns the exit status of the program.
+    fn run_until_stopped(
+        mut self,
+        args: &RunArgs,
+        manager: &ServiceNotifier,
+    ) -> Result<ExitStatus, RunError> {
+        let restarter = self.running.take_restarter();
+        let served = serve(
+            &self.running,
+            restarter,
+            self.signals,
+            &self.consoles,
+            self.servers,
+        );
+        manager.stopping();
+        drop(self.gdb);
+        stop(&mut self.running, self.consoles, self.terminal);
+        if args.stats {
+            report_stats(&self.running, args.cpus.present());
+        }
+        served.map_err(RunError::Loop)?;
+        ending::log_end(self.running.control().reason(), &self.panic);
+        Ok(exit_status(self.running.control()))
+    }
 }
 
 /// Makes the terminal raw if a console uses it.
@@ -408,22 +508,24 @@ fn control_socket(name: Option<&str>) -> Result<(String, Option<ControlSocket>),
 
 /// Returns the description and the handles of the running VM for the control socket's server.
 fn controlled(
-    name: String,
-    pmu_name: String,
+    name: &str,
+    config: &VmConfig,
     args: &RunArgs,
     consoles: &Consoles,
     running: &RunningVm,
+    arrival: Option<&Arrival>,
 ) -> VmControlInterface {
     let loaded = running.loaded();
     VmControlInterface {
-        name,
-        pmu_name,
-        guest: match (&args.kernel, &args.restore) {
-            (Some(path), _) => path.display().to_string(),
-            (None, Some(dir)) => format!("restored from {}", dir.display()),
-            (None, None) => "built-in guest".into(),
+        name: name.to_owned(),
+        pmu_name: config.pmu.model.generation().to_string(),
+        guest: match (arrival, &args.kernel, &args.restore) {
+            (Some(arrival), ..) => arrival.description(),
+            (None, Some(path), _) => path.display().to_string(),
+            (None, None, Some(dir)) => format!("restored from {}", dir.display()),
+            (None, None, None) => "built-in guest".into(),
         },
-        moved_from: None,
+        moved_from: arrival.and_then(Arrival::origin),
         // A daemon has no terminal, because its standard streams are `/dev/null`.
         console: match consoles.serial().location() {
             "tty" if args.daemonize => "none".to_owned(),
@@ -500,14 +602,14 @@ fn exit_status(control: &VmRunControl) -> ExitStatus {
 fn serve(
     running: &RunningVm,
     restarter: Option<GuestResetHandler>,
-    stopping: StopHandler,
+    signals: SignalHandlers,
     consoles: &Consoles,
-    resized: EventFd,
     servers: Vec<Subscriber>,
 ) -> Result<(), event_manager::Error> {
     let quit = EventFd::new(EFD_NONBLOCK).map_err(io_error)?;
     let mut manager: EventManager<Subscriber> = EventManager::new()?;
     let serial = running.bus().serial().clone();
+    let SignalHandlers { stopping, resized } = signals;
     for part in consoles.subscribers(serial, resized, &quit).map_err(io_error)? {
         manager.add_subscriber(part);
     }

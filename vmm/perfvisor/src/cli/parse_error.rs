@@ -27,20 +27,8 @@ pub(super) fn condense_error(
     path: &str,
     words: &[OsString],
 ) -> CliEarlyExit {
-    let context = |kind| match error.get(kind) {
-        Some(ContextValue::String(s)) => s.clone(),
-        Some(ContextValue::Strings(s)) => s.join(", "),
-        _ => String::new(),
-    };
+    let context = |kind| context_text(error, kind);
     let see = format!("see `{path} --help`");
-    let meant = |kind| match error.get(kind) {
-        Some(ContextValue::String(guess)) => format!("; did you mean '{guess}'?"),
-        // clap sorts its suggestions by ascending similarity, so take the last one.
-        Some(ContextValue::Strings(guesses)) if !guesses.is_empty() => {
-            format!("; did you mean '{}'?", guesses[guesses.len() - 1])
-        }
-        _ => String::new(),
-    };
     let line = match error.kind() {
         ErrorKind::DisplayHelp | ErrorKind::DisplayVersion => {
             return CliEarlyExit::Text(error.render().to_string());
@@ -53,23 +41,12 @@ pub(super) fn condense_error(
             format!("a command is missing: {known}; {see}")
         }
         ErrorKind::UnknownArgument => {
-            let letter = context(ContextKind::InvalidArg);
-            let typed = whole_word(&letter, words).unwrap_or(letter);
-            // clap also suggests options that only share an ending, such as --vsock for --api-sock.
-            let meant = match error.get(ContextKind::SuggestedArg) {
-                Some(ContextValue::String(guess)) => did_you_mean(&typed, [guess.as_str()]),
-                _ => meant(ContextKind::SuggestedArg),
-            };
-            let option = if typed.starts_with('-') {
-                ""
-            } else {
-                suggest_option(command.get_name())
-            };
-            format!("unknown argument '{typed}'{meant}{option}; {see}")
+            let unknown = describe_unknown_argument(error, command, words);
+            format!("{unknown}; {see}")
         }
         ErrorKind::InvalidSubcommand => {
             let wrong = context(ContextKind::InvalidSubcommand);
-            let meant = meant(ContextKind::SuggestedSubcommand);
+            let meant = suggestion(error, ContextKind::SuggestedSubcommand);
             let known = subcommand_names(command);
             format!("unknown command '{wrong}'{meant}; known are {known}; {see}")
         }
@@ -90,7 +67,7 @@ pub(super) fn condense_error(
                 "invalid value '{}' for '{}'{}; must be one of {}",
                 context(ContextKind::InvalidValue),
                 context(ContextKind::InvalidArg),
-                meant(ContextKind::SuggestedValue),
+                suggestion(error, ContextKind::SuggestedValue),
                 context(ContextKind::ValidValue)
             )
         }
@@ -103,17 +80,58 @@ pub(super) fn condense_error(
                 context(ContextKind::PriorArg)
             )
         }
-        _ => {
-            let text = error.render().to_string();
-            let first = text.lines().next().unwrap_or_default();
-            first
-                .strip_prefix("error: ")
-                .unwrap_or(first)
-                .trim_end()
-                .to_owned()
-        }
+        _ => first_line(error),
     };
     CliEarlyExit::Error(one_line(&line))
+}
+
+/// Returns what `error` states about `kind`, or an empty text.
+fn context_text(error: &clap::Error, kind: ContextKind) -> String {
+    match error.get(kind) {
+        Some(ContextValue::String(s)) => s.clone(),
+        Some(ContextValue::Strings(s)) => s.join(", "),
+        _ => String::new(),
+    }
+}
+
+/// Returns a hint with clap's best suggestion of the kind `kind`, or an empty text.
+fn suggestion(error: &clap::Error, kind: ContextKind) -> String {
+    match error.get(kind) {
+        Some(ContextValue::String(guess)) => format!("; did you mean '{guess}'?"),
+        // clap sorts its suggestions by ascending similarity, so take the last one.
+        Some(ContextValue::Strings(guesses)) if !guesses.is_empty() => {
+            format!("; did you mean '{}'?", guesses[guesses.len() - 1])
+        }
+        _ => String::new(),
+    }
+}
+
+/// Describes an argument that `command` does not have, and what may have been meant.
+fn describe_unknown_argument(error: &clap::Error, command: &clap::Command, words: &[OsString]) -> String {
+    let letter = context_text(error, ContextKind::InvalidArg);
+    let typed = whole_word(&letter, words).unwrap_or(letter);
+    // clap also suggests options that only share an ending, such as --vsock for --api-sock.
+    let meant = match error.get(ContextKind::SuggestedArg) {
+        Some(ContextValue::String(guess)) => did_you_mean(&typed, [guess.as_str()]),
+        _ => suggestion(error, ContextKind::SuggestedArg),
+    };
+    let option = if typed.starts_with('-') {
+        ""
+    } else {
+        suggest_option(command.get_name())
+    };
+    format!("unknown argument '{typed}'{meant}{option}")
+}
+
+/// Returns the first line of clap's own message, without its prefix.
+fn first_line(error: &clap::Error) -> String {
+    let text = error.render().to_string();
+    let first = text.lines().next().unwrap_or_default();
+    first
+        .strip_prefix("error: ")
+        .unwrap_or(first)
+        .trim_end()
+        .to_owned()
 }
 
 /// Returns a hint about how to pass the value that was given as a stray positional argument of

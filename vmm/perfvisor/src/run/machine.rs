@@ -59,24 +59,9 @@ pub(super) fn build_config(
         let asked = args.reserve_counters;
         return Err(RunError::Reserve { asked, free });
     }
-    let backed = backed(args, kvm, probe)?;
     let tenant = args.profile == SecurityProfile::Tenant;
-    let vendor = backed.model.vendor();
-    let filter = match &args.pmu_filter {
-        Some(path) => {
-            EventFilter::from_open_result(path, input::open(path)).map_err(|source| RunError::Filter {
-                path: path.clone(),
-                source,
-            })?
-        }
-        None if tenant => EventFilter::architectural(vendor),
-        None => EventFilter::allow_all(),
-    };
-    let filter = if tenant {
-        filter.without_paravirtual(vendor)
-    } else {
-        filter
-    };
+    let backed = backed_pmu(args, kvm, probe)?;
+    let filter = guest_filter(args, backed.model.vendor())?;
     let backed = if tenant {
         announced(backed, &filter)
     } else {
@@ -84,21 +69,10 @@ pub(super) fn build_config(
     };
     let (mux, turn) = turns(args, kvm, probe)?;
     Ok(VmConfig {
-        kernel: match &args.kernel {
-            Some(path) => KernelSource::File(path.clone()),
-            None => KernelSource::Packed(
-                args.builtin
-                    .unwrap_or(&guest_images::bare_metal::GUESTS[0])
-                    .packed,
-            ),
-        },
+        kernel: kernel_source(args),
         boot_protocol: args.boot_protocol,
         initrd: args.initrd.clone(),
-        cmdline: match (&args.cmdline, &args.kernel) {
-            (Some(line), _) => line.clone(),
-            (None, Some(_)) => DEFAULT_LINUX_CMDLINE.to_owned(),
-            (None, None) => String::new(),
-        } + &builtin_guest_args(args, probe, &backed, &filter),
+        cmdline: command_line(args) + &builtin_guest_args(args, probe, &backed, &filter),
         cpus: args.cpus,
         memory_bytes: args.memory,
         memory_kind: MemoryBackingConfig {
@@ -109,33 +83,7 @@ pub(super) fn build_config(
         },
         backability: backed.backability,
         own_pmu: backed.own,
-        pmu: PmuConfig {
-            model: backed.model,
-            policy: args.backing,
-            saved_policy: None,
-            filter: Arc::new(filter),
-            paravirtual: !tenant,
-            hides_denied: tenant,
-            pmi_limit: match args.pmi_limit {
-                None => vpmu::DEFAULT_PMI_LIMIT,
-                Some(0) => u32::MAX,
-                Some(limit) => limit,
-            },
-            pmi_share: args
-                .pmi_share
-                .unwrap_or_else(|| PmiShare::default_of(backed.model.vendor())),
-            share: args.share,
-            mux,
-            turn,
-            stepping: backed.stepping,
-            steps_for_operators: args.operator_steps,
-            has_rdpmc_breakpoints: args.rdpmc == RdpmcMode::Hwbp,
-            limits: OperatorResourceLimits {
-                sample_rate_hz: args.sample_limit,
-                ring_bytes: args.ring_memory,
-                reserved_slots: args.reserve_counters,
-            },
-        },
+        pmu: pmu_config(args, &backed, filter, mux, turn),
         rdpmc: args.rdpmc,
         hide_uncounted: args.hide_uncounted,
         nested: args.nested,
@@ -149,26 +97,92 @@ pub(super) fn build_config(
     })
 }
 
-fn backed(args: &RunArgs, kvm: &Kvm, probe: &HostPerfCapabilities) -> Result<BackedPmu, RunError> {
+/// Returns the event filter of the guest, from the user's file or the default of the profile.
+fn guest_filter(args: &RunArgs, vendor: Vendor) -> Result<EventFilter, RunError> {
+    let tenant = args.profile == SecurityProfile::Tenant;
+    let filter = match &args.pmu_filter {
+        Some(path) => {
+            EventFilter::from_open_result(path, input::open(path)).map_err(|source| RunError::Filter {
+                path: path.clone(),
+                source,
+            })?
+        }
+        None if tenant => EventFilter::architectural(vendor),
+        None => EventFilter::allow_all(),
+    };
+    Ok(if tenant {
+        filter.without_paravirtual(vendor)
+    } else {
+        filter
+    })
+}
+
+/// Returns the kernel to boot, by default the first built-in guest.
+fn kernel_source(args: &RunArgs) -> KernelSource {
+    match &args.kernel {
+        Some(path) => KernelSource::File(path.clone()),
+        None => KernelSource::Packed(
+            args.builtin
+                .unwrap_or(&guest_images::bare_metal::GUESTS[0])
+                .packed,
+        ),
+    }
+}
+
+/// Returns the command line of the guest, without the words that only built-in guests receive.
+fn command_line(args: &RunArgs) -> String {
+    match (&args.cmdline, &args.kernel) {
+        (Some(line), _) => line.clone(),
+        (None, Some(_)) => DEFAULT_LINUX_CMDLINE.to_owned(),
+        (None, None) => String::new(),
+    }
+}
+
+/// Returns the configuration of the guest's PMU. `turn` is the length of a multiplexing interval.
+fn pmu_config(
+    args: &RunArgs,
+    backed: &BackedPmu,
+    filter: EventFilter,
+    mux: MuxPolicy,
+    turn: Option<Duration>,
+) -> PmuConfig {
+    let tenant = args.profile == SecurityProfile::Tenant;
+    PmuConfig {
+        model: backed.model,
+        policy: args.backing,
+        saved_policy: None,
+        filter: Arc::new(filter),
+        paravirtual: !tenant,
+        hides_denied: tenant,
+        pmi_limit: match args.pmi_limit {
+            None => vpmu::DEFAULT_PMI_LIMIT,
+            Some(0) => u32::MAX,
+            Some(limit) => limit,
+        },
+        pmi_share: args
+            .pmi_share
+            .unwrap_or_else(|| PmiShare::default_of(backed.model.vendor())),
+        share: args.share,
+        mux,
+        turn,
+        stepping: backed.stepping,
+        steps_for_operators: args.operator_steps,
+        has_rdpmc_breakpoints: args.rdpmc == RdpmcMode::Hwbp,
+        limits: OperatorResourceLimits {
+            sample_rate_hz: args.sample_limit,
+            ring_bytes: args.ring_memory,
+            reserved_slots: args.reserve_counters,
+        },
+    }
+}
+
+/// Returns the guest's PMU and what counts its events. Logs reduced features and conflicts.
+fn backed_pmu(args: &RunArgs, kvm: &Kvm, probe: &HostPerfCapabilities) -> Result<BackedPmu, RunError> {
     let policy = args.backing;
     let width = args.pmu_width.map(u32::from);
     let mut model = PmuModel::resolve(args.pmu, args.pmu_counters, width, &mut cpuid::read_host)?;
     let has_pmu = !model.is_off();
-    if !has_pmu && let Some(option) = option_that_requires_pmu(args) {
-        return Err(RunError::WithoutPmu(option));
-    }
-    if has_pmu {
-        backing::check_policy(policy, probe)?;
-        if let Some(line) = backing::denied_events(probe) {
-            log::warn!("{line}");
-        }
-    }
-    if args.operator_steps && policy != CounterBackingPolicy::Exact {
-        return Err(RunError::OperatorSteps);
-    }
-    if has_pmu && policy == CounterBackingPolicy::Exact && args.gdb.is_some() {
-        return Err(RunError::GdbExact);
-    }
+    check_pmu_options(args, has_pmu, probe)?;
     let own = if has_pmu && policy == CounterBackingPolicy::Kvm {
         let own = backing::check_own(kvm, probe, args.rdpmc, args.pmi_limit, args.pmi_share)?;
         model = own.model(args.pmu, args.pmu_counters, width)?;
@@ -176,16 +190,12 @@ fn backed(args: &RunArgs, kvm: &Kvm, probe: &HostPerfCapabilities) -> Result<Bac
     } else {
         None
     };
+    let is_counters_given = args.pmu_counters.is_some();
+    let unreserved = without_reserved(probe, args.reserve_counters);
     let FittedPmuModel {
         model: fitted,
         competition,
-    } = fit(
-        model,
-        args.pmu_counters.is_some(),
-        policy,
-        own.as_ref(),
-        &without_reserved(probe, args.reserve_counters),
-    );
+    } = fit(model, is_counters_given, policy, own.as_ref(), &unreserved);
     if let Some(line) = competition {
         log::warn!("{line}");
     }
@@ -223,6 +233,28 @@ fn backed(args: &RunArgs, kvm: &Kvm, probe: &HostPerfCapabilities) -> Result<Bac
         stepping,
         backability,
     })
+}
+
+/// Checks that the options about the PMU go together, and that the host supports the backing. Logs
+/// the events that the host denies.
+fn check_pmu_options(args: &RunArgs, has_pmu: bool, probe: &HostPerfCapabilities) -> Result<(), RunError> {
+    let policy = args.backing;
+    if !has_pmu && let Some(option) = option_that_requires_pmu(args) {
+        return Err(RunError::WithoutPmu(option));
+    }
+    if has_pmu {
+        backing::check_policy(policy, probe)?;
+        if let Some(line) = backing::denied_events(probe) {
+            log::warn!("{line}");
+        }
+    }
+    if args.operator_steps && policy != CounterBackingPolicy::Exact {
+        return Err(RunError::OperatorSteps);
+    }
+    if has_pmu && policy == CounterBackingPolicy::Exact && args.gdb.is_some() {
+        return Err(RunError::GdbExact);
+    }
+    Ok(())
 }
 
 /// Returns the PMU model with or without branch records, according to `--lbr`. A restored guest
