@@ -346,20 +346,7 @@ fn build(
     }
     drop(unpacking);
     let collecting = progress.begin("collecting perf's libraries");
-    // The package contains the program as usr/bin/perf. Older packages contain perf_6.1 and a
-    // wrapper.
-    let mut libraries = closure::complete(&mut archive, "linux-perf", &root, "usr/bin/perf")?;
-    for program in EXT_PROGRAMS {
-        let program = ext_program(&root, program);
-        libraries.extend(closure::complete(&mut archive, "e2fsprogs", &root, &program)?);
-    }
-    libraries.extend(closure::complete(
-        &mut archive,
-        PLAIN_PACKAGE,
-        &root,
-        PLAIN_PROGRAM,
-    )?);
-
+    let libraries = collect_libraries(&mut archive, &root)?;
     drop(collecting);
 
     let unpacking = progress.begin("unpacking the kernel");
@@ -383,11 +370,8 @@ fn build(
     let _writing = progress.begin("writing the initrds of the guest and of the lab host");
     let perf = perf_archive(&root, &libraries)?;
     write(&images.perf_cpio, &perf)?;
-    let module_dir = ["lib/modules", "usr/lib/modules"]
-        .map(|directory| root.join(directory).join(&release))
-        .into_iter()
-        .find(|directory| directory.exists())
-        .ok_or_else(|| GuestImageError::NoKernel(package.clone()))?;
+    let module_dir =
+        module_directory(&root, &release).ok_or_else(|| GuestImageError::NoKernel(package.clone()))?;
     let mut initrd = guest_archive(&root, &module_dir, &images.pvload, &known)?;
     initrd.extend_from_slice(&module_archive(&module_dir)?);
     initrd.extend_from_slice(&perf);
@@ -405,6 +389,31 @@ fn build(
     // The unpacked packages take 200 MB and are no longer needed, because the images are complete.
     fs::remove_dir_all(&root).map_err(io_error(&root))?;
     write(&images.stamp(), recipe().as_bytes())
+}
+
+/// Returns the directory with the modules of the kernel `release`.
+fn module_directory(root: &Path, release: &str) -> Option<PathBuf> {
+    ["lib/modules", "usr/lib/modules"]
+        .map(|directory| root.join(directory).join(release))
+        .into_iter()
+        .find(|directory| directory.exists())
+}
+
+/// Fetches the packages of the libraries that the programs of the images need. Returns the paths of
+/// the libraries.
+fn collect_libraries(
+    archive: &mut DebianArchive<'_>,
+    root: &Path,
+) -> Result<BTreeMap<String, PathBuf>, GuestImageError> {
+    // The package contains the program as usr/bin/perf. Older packages contain perf_6.1 and a
+    // wrapper.
+    let mut libraries = closure::complete(archive, "linux-perf", root, "usr/bin/perf")?;
+    for program in EXT_PROGRAMS {
+        let program = ext_program(root, program);
+        libraries.extend(closure::complete(archive, "e2fsprogs", root, &program)?);
+    }
+    libraries.extend(closure::complete(archive, PLAIN_PACKAGE, root, PLAIN_PROGRAM)?);
+    Ok(libraries)
 }
 
 /// Selects the package of the requested kernel. If the package comes from an archive other than

@@ -13,7 +13,7 @@ use std::io::{self, Read as _};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::os::unix::process::CommandExt as _;
 use std::path::{Path, PathBuf};
-use std::process::Stdio;
+use std::process::{Command, Stdio};
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::mpsc::{Receiver, TryRecvError, channel};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -59,6 +59,25 @@ pub struct Lab {
     monitor: Option<Mutex<Monitor>>,
 }
 
+/// Adds the ports of the lab to QEMU's command line: the serial console, which is written to `log`,
+/// and the sockets of the agent and of QEMU's monitor.
+fn connect_ports(command: &mut Command, log: &Path, agent: &Path, monitor: &Path) {
+    command
+        .args(["-display", "none"])
+        .arg("-serial")
+        .arg(format!("file:{}", log.display()))
+        .arg("-chardev")
+        .arg(format!("socket,id=agent,path={}", agent.display()))
+        .arg("-chardev")
+        .arg(format!(
+            "socket,id=monitor,server=on,wait=off,path={}",
+            monitor.display()
+        ))
+        .args(["-mon", "chardev=monitor,mode=control"])
+        .args(["-device", "virtio-serial-pci"])
+        .args(["-device", "virtserialport,chardev=agent,name=perfvisor.agent"]);
+}
+
 impl Lab {
     /// Boots a lab with Perfvisor and the Linux guest and waits for its agent. Retries once if a
     /// known emulator bug terminated the lab (`is_emulator_bug`).
@@ -95,20 +114,7 @@ impl Lab {
         let ending = Arc::new(QemuExit::default());
         let qemu = artefacts::qemu_with(options.qemu_needs)?;
         let mut command = command_line(qemu, &host, &initrd, options);
-        command
-            .args(["-display", "none"])
-            .arg("-serial")
-            .arg(format!("file:{}", log.display()))
-            .arg("-chardev")
-            .arg(format!("socket,id=agent,path={}", socket.display()))
-            .arg("-chardev")
-            .arg(format!(
-                "socket,id=monitor,server=on,wait=off,path={}",
-                monitor.display()
-            ))
-            .args(["-mon", "chardev=monitor,mode=control"])
-            .args(["-device", "virtio-serial-pci"])
-            .args(["-device", "virtserialport,chardev=agent,name=perfvisor.agent"]);
+        connect_ports(&mut command, &log, &socket, &monitor);
         let qemu_log = log.with_extension("qemu");
         let qemu_output = File::create(&qemu_log).map_err(|source| LabError::File {
             path: qemu_log.clone(),

@@ -157,6 +157,28 @@ struct Running {
     stdin: Option<Input>,
 }
 
+impl Running {
+    /// Sets the size of the process's terminal, if it has one, to the serialized size `size`.
+    fn resize_terminal(&self, size: &[u8]) -> io::Result<()> {
+        if let Some(Input::Terminal(terminal)) = &self.stdin {
+            terminal::set_window_size(terminal, serde_json::from_slice(size)?);
+        }
+        Ok(())
+    }
+
+    /// Writes `bytes` to the input of the process. No bytes close the input.
+    fn write_stdin(&mut self, bytes: &[u8]) {
+        let gone = match &mut self.stdin {
+            Some(stdin) if !bytes.is_empty() => stdin.write(bytes).is_err(),
+            _ => true,
+        };
+        // A process that has exited can no longer read.
+        if gone && let Some(stdin) = self.stdin.take() {
+            stdin.close();
+        }
+    }
+}
+
 /// Destination of the data that the runner sends to the standard input of a process.
 enum Input {
     Pipe(ChildStdin),
@@ -188,6 +210,7 @@ enum OutputSource {
     Terminal(File),
 }
 
+/// Handles a frame from the tests.
 fn handle(
     frame: Frame,
     runner: &Runner,
@@ -198,27 +221,16 @@ fn handle(
     match kind {
         FrameKind::Start => {
             let start: ProcessStartRequest = serde_json::from_slice(&payload)?;
-            match spawn(&start) {
-                Ok((child, stdin, output)) => {
-                    let pid = i32::try_from(child.id()).unwrap_or(0);
-                    let stdin = Some(stdin);
-                    processes.insert(id, Running { pid, stdin });
-                    let runner = runner.clone();
-                    thread::spawn(move || watch(child, output, id, &runner));
+            match start_process(&start, id, runner) {
+                Ok(process) => {
+                    processes.insert(id, process);
                 }
                 Err(error) => runner.send_failure(id, &start.argv.join(" "), &error)?,
             }
         }
         FrameKind::Stdin => {
             if let Some(process) = processes.get_mut(&id) {
-                let gone = match &mut process.stdin {
-                    Some(stdin) if !payload.is_empty() => stdin.write(&payload).is_err(),
-                    _ => true,
-                };
-                // An empty payload closes the input. A process that has exited can no longer read.
-                if gone && let Some(stdin) = process.stdin.take() {
-                    stdin.close();
-                }
+                process.write_stdin(&payload);
             }
         }
         FrameKind::Signal => {
@@ -227,9 +239,8 @@ fn handle(
             }
         }
         FrameKind::Resize => {
-            let terminal = processes.get(&id).and_then(|process| process.stdin.as_ref());
-            if let Some(Input::Terminal(terminal)) = terminal {
-                terminal::set_window_size(terminal, serde_json::from_slice(&payload)?);
+            if let Some(process) = processes.get(&id) {
+                process.resize_terminal(&payload)?;
             }
         }
         FrameKind::Create => {
@@ -242,13 +253,11 @@ fn handle(
             }
         }
         FrameKind::Data => {
-            if let Some(mut file) = files.remove(&id) {
-                match file.write_all(&payload) {
-                    Ok(()) => {
-                        files.insert(id, file);
-                    }
-                    Err(error) => runner.send_failure(id, "write", &error)?,
-                }
+            if let Some(file) = files.get_mut(&id)
+                && let Err(error) = file.write_all(&payload)
+            {
+                files.remove(&id);
+                runner.send_failure(id, "write", &error)?;
             }
         }
         FrameKind::Done => {
@@ -276,6 +285,16 @@ fn handle(
         }
     }
     Ok(())
+}
+
+/// Starts a process, whose output and end are sent to the tests.
+fn start_process(start: &ProcessStartRequest, id: u32, runner: &Runner) -> io::Result<Running> {
+    let (child, stdin, output) = spawn(start)?;
+    let pid = i32::try_from(child.id()).unwrap_or(0);
+    let runner = runner.clone();
+    thread::spawn(move || watch(child, output, id, &runner));
+    let stdin = Some(stdin);
+    Ok(Running { pid, stdin })
 }
 
 /// Starts a process. Returns the process, its input and the source of its output.

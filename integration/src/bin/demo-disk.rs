@@ -9,6 +9,7 @@ use integration::debian::{DebianTestHost, PROMPT, says};
 use integration::lab::LabOptions;
 use integration::limit::ProcessTimeLimits;
 use integration::process::HostCommand;
+use integration::test_host::TestHost;
 
 const LIMIT: ProcessTimeLimits = ProcessTimeLimits::GENEROUS;
 const NAME: &str = "debian";
@@ -30,6 +31,18 @@ fn main() -> ExitCode {
     }
 }
 
+/// Prints the guest's recording `data` with the host's perf, and returns the text.
+fn report_recording(place: &TestHost, data: &str) -> Result<String, Box<dyn Error>> {
+    let report = HostCommand::shell(format!(
+        "perf report --stdio --sort comm,dso -i '{data}' 2>/dev/null | grep -v '^#' | grep . | head -n 12"
+    ));
+    println!("$ {}", report.line());
+    let text = place.run(&report, LIMIT)?.stdout_text();
+    print!("{text}");
+    Ok(text)
+}
+
+/// Boots Debian from a disk image and records it.
 fn show() -> Result<(), Box<dyn Error>> {
     let debian = DebianTestHost::new(
         1,
@@ -84,14 +97,7 @@ fn show() -> Result<(), Box<dyn Error>> {
     run(&["exec", NAME, "--", "sh", "-c", RR])?;
     let data = place.scratch("demo-disk.data");
     run(&["cp", &format!("{NAME}:/root/perf.data"), &data])?;
-    // Show the guest's recording with the host's perf.
-    let report = HostCommand::shell(format!(
-        "perf report --stdio --sort comm,dso -i '{data}' 2>/dev/null | grep -v '^#' | grep . | head -n 12"
-    ));
-    println!("$ {}", report.line());
-    let output = place.run(&report, LIMIT)?;
-    print!("{}", output.stdout_text());
-    let shown = output.stdout_text().contains("stress-ng");
+    let shown = report_recording(place, &data)?.contains("stress-ng");
     run(&["ctl", NAME, "powerdown"])?;
     let end = vm.wait(LIMIT)?;
     println!("The guest has powered off, status {:?}.", end.code());
