@@ -221,12 +221,8 @@ fn handle(
     match kind {
         FrameKind::Start => {
             let start: ProcessStartRequest = serde_json::from_slice(&payload)?;
-            match start_process(&start, id, runner) {
-                Ok(process) => {
-                    processes.insert(id, process);
-                }
-                Err(error) => runner.send_failure(id, &start.argv.join(" "), &error)?,
-            }
+            let started = start_process(&start, id, runner);
+            insert_or_report(processes, started, id, &start.argv.join(" "), runner)?;
         }
         FrameKind::Stdin => {
             if let Some(process) = processes.get_mut(&id) {
@@ -245,12 +241,7 @@ fn handle(
         }
         FrameKind::Create => {
             let new: NewFile = serde_json::from_slice(&payload)?;
-            match create(&new) {
-                Ok(file) => {
-                    files.insert(id, file);
-                }
-                Err(error) => runner.send_failure(id, &new.path, &error)?,
-            }
+            insert_or_report(files, create(&new), id, &new.path, runner)?;
         }
         FrameKind::Data => {
             if let Some(file) = files.get_mut(&id)
@@ -278,13 +269,35 @@ fn handle(
         | FrameKind::Exit
         | FrameKind::Failed
         | FrameKind::Used => {
-            return Err(io::Error::new(
-                io::ErrorKind::InvalidData,
-                format!("{kind:?} is not for the agent"),
-            ));
+            return Err(unexpected_frame(kind));
         }
     }
     Ok(())
+}
+
+/// Inserts what a request has opened into `table`, or reports the failure to open `what`.
+fn insert_or_report<T>(
+    table: &mut HashMap<u32, T>,
+    opened: io::Result<T>,
+    id: u32,
+    what: &str,
+    runner: &Runner,
+) -> io::Result<()> {
+    match opened {
+        Ok(opened) => {
+            table.insert(id, opened);
+            Ok(())
+        }
+        Err(error) => runner.send_failure(id, what, &error),
+    }
+}
+
+/// Returns the error for a frame that only the agent may send.
+fn unexpected_frame(kind: FrameKind) -> io::Error {
+    io::Error::new(
+        io::ErrorKind::InvalidData,
+        format!("{kind:?} is not for the agent"),
+    )
 }
 
 /// Starts a process, whose output and end are sent to the tests.
