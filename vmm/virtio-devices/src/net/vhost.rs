@@ -144,38 +144,7 @@ impl VhostNetBackend {
             .map_err(call("VHOST_SET_MEM_TABLE"))?;
         let watch = VhostEventDescriptors::new(&self.changes)?;
         for (n, (active, broken)) in queues.into_iter().zip(&watch.broken).enumerate() {
-            let queue = &active.queue;
-            device
-                .set_vring_num(n, queue.size())
-                .map_err(call("VHOST_SET_VRING_NUM"))?;
-            device
-                .set_vring_base(n, queue.next_avail())
-                .map_err(call("VHOST_SET_VRING_BASE"))?;
-            let rings = VringConfigData {
-                queue_max_size: queue.max_size(),
-                queue_size: queue.size(),
-                flags: 0,
-                desc_table_addr: queue.desc_table(),
-                used_ring_addr: queue.used_ring(),
-                avail_ring_addr: queue.avail_ring(),
-                log_addr: None,
-            };
-            device
-                .set_vring_addr(n, &rings)
-                .map_err(call("VHOST_SET_VRING_ADDR"))?;
-            let vector = active
-                .interrupt
-                .eventfd()
-                .map_or(&self.unused_call, |vector| vector);
-            device
-                .set_vring_call(n, vector)
-                .map_err(call("VHOST_SET_VRING_CALL"))?;
-            device
-                .set_vring_err(n, broken)
-                .map_err(call("VHOST_SET_VRING_ERR"))?;
-            device
-                .set_vring_kick(n, &active.kick)
-                .map_err(call("VHOST_SET_VRING_KICK"))?;
+            self.set_up_queue(n, active, broken)?;
         }
         for (n, active) in queues.into_iter().enumerate() {
             device
@@ -189,6 +158,44 @@ impl VhostNetBackend {
             let _ = active.kick.write(1);
         }
         Ok(watch)
+    }
+
+    /// Passes the rings and eventfds of queue `n` to the kernel. `broken` signals that the kernel
+    /// cannot use the rings.
+    fn set_up_queue(&self, n: usize, active: &ActiveQueue, broken: &EventFd) -> Result<(), VhostError> {
+        let call = |what| move |e| VhostError::Call(what, e);
+        let (device, queue) = (&self.device, &active.queue);
+        device
+            .set_vring_num(n, queue.size())
+            .map_err(call("VHOST_SET_VRING_NUM"))?;
+        device
+            .set_vring_base(n, queue.next_avail())
+            .map_err(call("VHOST_SET_VRING_BASE"))?;
+        let rings = VringConfigData {
+            queue_max_size: queue.max_size(),
+            queue_size: queue.size(),
+            flags: 0,
+            desc_table_addr: queue.desc_table(),
+            used_ring_addr: queue.used_ring(),
+            avail_ring_addr: queue.avail_ring(),
+            log_addr: None,
+        };
+        device
+            .set_vring_addr(n, &rings)
+            .map_err(call("VHOST_SET_VRING_ADDR"))?;
+        let vector = active
+            .interrupt
+            .eventfd()
+            .map_or(&self.unused_call, |vector| vector);
+        device
+            .set_vring_call(n, vector)
+            .map_err(call("VHOST_SET_VRING_CALL"))?;
+        device
+            .set_vring_err(n, broken)
+            .map_err(call("VHOST_SET_VRING_ERR"))?;
+        device
+            .set_vring_kick(n, &active.kick)
+            .map_err(call("VHOST_SET_VRING_KICK"))
     }
 
     /// Stops the transfer of frames. The kernel does not access guest memory after this returns.
