@@ -40,7 +40,7 @@ fuzz_target!(|data: &[u8]| {
             let (at, bytes) = (first * 512, sectors * 512);
             let pieces = [(GuestAddress(0x1000), usize::try_from(bytes).expect("few"))];
             let _ = match request[0] % 6 {
-                0 => image.read(&memory, &pieces, at),
+                0 => image.read(&memory, &pieces, at).map(drop),
                 1 => image.write(&memory, &pieces, at),
                 2 => image.discard(at, bytes),
                 3 => image.write_zeros(at, bytes, request[1] & 1 != 0),

@@ -111,8 +111,9 @@ impl Vm {
     }
 
     /// Builds the machine and restores the guest from a snapshot or from another process. Ignores
-    /// the guest's kernel in the configuration. The reset policy must be [`ResetPolicy::Exit`],
-    /// because a restored VM cannot restart.
+    /// the guest's kernel in the configuration. The reset policy must be
+    /// [`ResetPolicy::Exit`](crate::vcpu::control::ResetPolicy::Exit), because a restored VM cannot
+    /// restart.
     ///
     /// # Errors
     /// Returns a [`VmError`] with the problem and the remedy in one line.

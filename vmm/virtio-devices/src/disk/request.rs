@@ -124,8 +124,7 @@ impl DiskBackend {
         }
     }
 
-    /// Prefetches the data of the request in a descriptor chain, if it is a read of up to
-    /// [`MAX_PREFETCH_BYTES`].
+    /// Prefetches the data of the request in a descriptor chain, if it is a read of at most 128 KiB.
     pub fn prefetch(&self, memory: &GuestMemoryMmap, chain: GuestDescriptorChain<'_>) {
         let Some(request) = DiskRequest::parse(memory, chain) else {
             return;
