@@ -7,14 +7,13 @@
 
 use std::fs;
 use std::io;
-use std::sync::OnceLock;
 
 use diagnostics::error_line;
 use rustix::process::{
     DumpableBehavior, Resource, Rlimit, dumpable_behavior, getrlimit, set_dumpable_behavior, setrlimit,
 };
 use rustix::thread::{
-    CapabilitySet, CapabilitySets, capabilities, capability_is_in_bounding_set, clear_ambient_capability_set,
+    CapabilitySet, CapabilitySets, capabilities, clear_ambient_capability_set,
     remove_capability_from_bounding_set, set_capabilities, set_no_new_privs,
 };
 
@@ -159,7 +158,9 @@ pub fn is_denied_without_capabilities(is_denied: impl FnOnce() -> bool + Send) -
 fn keep(set: CapabilitySet) -> rustix::io::Result<()> {
     let has = capabilities(None)?;
     if has.effective.contains(CapabilitySet::SETPCAP) {
-        clear_bounding_set()?;
+        for capability in 0..=last_capability() {
+            remove_capability_from_bounding_set(CapabilitySet::from_bits_retain(1 << capability))?;
+        }
     }
     // Ignore the error of Linux before 4.3, which has no ambient capabilities.
     let _ = clear_ambient_capability_set();
@@ -173,35 +174,12 @@ fn keep(set: CapabilitySet) -> rustix::io::Result<()> {
     )
 }
 
-/// Clears the capability bounding set of this thread, if the thread may do so. Must be called before
-/// the processes and threads are started that drop their privileges: they inherit the empty set, and
-/// each of them would otherwise replace its credentials 41 times. A failure is not an error, because
-/// each of them tries again.
-pub fn clear_bounding_set_early() {
-    if capabilities(None).is_ok_and(|has| has.effective.contains(CapabilitySet::SETPCAP)) {
-        let _ = clear_bounding_set();
-    }
-}
-
-fn clear_bounding_set() -> rustix::io::Result<()> {
-    for capability in 0..=last_capability() {
-        let capability = CapabilitySet::from_bits_retain(1 << capability);
-        if capability_is_in_bounding_set(capability)? {
-            remove_capability_from_bounding_set(capability)?;
-        }
-    }
-    Ok(())
-}
-
 fn last_capability() -> u32 {
-    static LAST: OnceLock<u32> = OnceLock::new();
-    *LAST.get_or_init(|| {
-        let told = fs::read_to_string(LAST_CAPABILITY)
-            .ok()
-            .and_then(|text| text.trim().parse().ok());
-        told.filter(|last| *last < u64::BITS)
-            .unwrap_or(USUAL_LAST_CAPABILITY)
-    })
+    let told = fs::read_to_string(LAST_CAPABILITY)
+        .ok()
+        .and_then(|text| text.trim().parse().ok());
+    told.filter(|last| *last < u64::BITS)
+        .unwrap_or(USUAL_LAST_CAPABILITY)
 }
 
 /// Raises the descriptor limit of this process to its hard limit and returns it. Returns `None` if

@@ -64,7 +64,6 @@ impl Helpers {
         let snapshot = restore::open(args)?;
         let incoming = Incoming::wait(args, requester)?;
         footprint::configure_malloc();
-        privileges::clear_bounding_set_early();
         // Start the broker outside the jail's PID namespace, so that it outlives the VM and can
         // remove the sockets.
         let broker = SocketBroker::start(confinement(args), privileges::drop_all_privileges)
