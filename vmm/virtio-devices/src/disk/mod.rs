@@ -269,7 +269,7 @@ impl BlockHandler {
         let admits = || limiter.is_none_or(RateLimiter::admit);
         let served = serve_queue_while(&mut self.queue, memory, admits, |chain| {
             if let Some(prefetcher) = prefetcher {
-                prefetcher.before_request(disk, memory);
+                prefetcher.before_request(disk, memory, |at, bytes| disk.image.prefetch(at, bytes));
             }
             let request = disk.serve(memory, chain);
             if let Some(prefetcher) = prefetcher {

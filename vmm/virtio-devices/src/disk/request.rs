@@ -124,18 +124,20 @@ impl DiskBackend {
         }
     }
 
-    /// Prefetches the data of the request in a descriptor chain, if it is a read of at most 128 KiB.
-    pub fn prefetch(&self, memory: &GuestMemoryMmap, chain: GuestDescriptorChain<'_>) {
-        let Some(request) = DiskRequest::parse(memory, chain) else {
-            return;
-        };
+    /// Returns the byte offset and the length of the data to prefetch for the request in a descriptor
+    /// chain, if it is a read of at most 128 KiB.
+    pub fn prefetched_range(
+        &self,
+        memory: &GuestMemoryMmap,
+        chain: GuestDescriptorChain<'_>,
+    ) -> Option<(u64, u64)> {
+        let request = DiskRequest::parse(memory, chain)?;
         let bytes = length(&request.to_guest);
-        if request.kind == VIRTIO_BLK_T_IN
-            && bytes <= MAX_PREFETCH_BYTES
-            && let Ok(at) = self.place(request.sector, bytes)
-        {
-            self.image.prefetch(at, bytes);
+        if request.kind != VIRTIO_BLK_T_IN || bytes > MAX_PREFETCH_BYTES {
+            return None;
         }
+        let at = self.place(request.sector, bytes).ok()?;
+        Some((at, bytes))
     }
 
     /// Executes the operation of `request` and returns the number of data bytes written to guest
